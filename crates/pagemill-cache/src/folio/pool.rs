@@ -55,13 +55,13 @@ struct PoolState {
 ///    protocol applies.
 pub(crate) struct Pool {
     arena: &'static Arena,
-    page: PageSize,
+    pub page: PageSize,
     /// Log2 of the number of bytes of a page.
-    page_shift: u32,
+    pub page_shift: u32,
     /// Start of the pool's address range.
     base: usize,
     /// Log2 of the number of pages of a chunk: the order of a huge folio.
-    chunk_order: u8,
+    pub chunk_order: u8,
     max_chunks: u32,
     /// Whether chunks that become resident later use huge pages.
     use_huge: AtomicBool,
@@ -80,9 +80,9 @@ pub(crate) struct Pool {
     /// Number of pages whose frames are committed.
     opened_pages: AtomicU32,
     /// Bytes of a chunk.
-    chunk_bytes: usize,
-    /// NUMA node of the pool's memory.
-    node: usize,
+    pub chunk_bytes: usize,
+    /// NUMA node that the address range is bound to.
+    pub node: usize,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
     /// State of a pool over reserved huge pages: [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or
@@ -208,32 +208,9 @@ impl Pool {
         }
     }
 
-    pub fn page(&self) -> PageSize {
-        self.page
-    }
-
-    #[inline]
-    pub fn page_shift(&self) -> u32 {
-        self.page_shift
-    }
-
-    /// Returns the NUMA node that the address range is bound to.
-    pub fn node(&self) -> usize {
-        self.node
-    }
-
     /// Returns whether no page of the pool is in use.
     pub fn is_idle(&self) -> bool {
         self.free_chunks.load(Relaxed) == self.filled_chunks.load(Relaxed)
-    }
-
-    pub fn chunk_order(&self) -> u8 {
-        self.chunk_order
-    }
-
-    #[inline]
-    pub fn chunk_bytes(&self) -> usize {
-        self.chunk_bytes
     }
 
     /// Returns the number of forks that lead to this process (`Arena::generation`).
@@ -244,7 +221,7 @@ impl Pool {
 
     /// Returns the maximum number of bytes that the pool can hold.
     pub fn max_bytes(&self) -> u64 {
-        u64::from(self.max_chunks) * self.chunk_bytes() as u64
+        u64::from(self.max_chunks) * self.chunk_bytes as u64
     }
 
     /// Returns the frame of page `number`.
@@ -406,8 +383,8 @@ impl Pool {
 
     /// Returns the error for a pool that has reached its maximum.
     fn pool_full_error(&self) -> Error {
-        let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64;
-        Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
+        let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes as u64;
+        Error::NoMemory { wanted_bytes: self.chunk_bytes as u64, used_bytes: used, limit_bytes: self.max_bytes() }
     }
 
     /// Claims a chunk without memory; the caller then makes the chunk resident. Returns `None` if there is none, but
@@ -452,13 +429,13 @@ impl Pool {
         let next = chunk as usize * pages;
         self.frames.open(0, next, next + pages)?;
         self.scan_words.open(0, chunk as usize, chunk as usize + 1)?;
-        let step = (OPEN_STEP_BYTES / self.chunk_bytes()).max(1) as u32;
+        let step = (OPEN_STEP_BYTES / self.chunk_bytes).max(1) as u32;
         if chunk.is_multiple_of(step) && !self.is_hugetlb() {
             let chunks = step.min(self.max_chunks - chunk) as usize;
             let addr = self.addr(chunk << self.chunk_order);
             // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
             // only.
-            unsafe { self.arena.open_blocks(addr, chunks * self.chunk_bytes()) }?;
+            unsafe { self.arena.open_blocks(addr, chunks * self.chunk_bytes) }?;
         }
         Ok(())
     }
@@ -494,7 +471,7 @@ impl Pool {
 
     /// Returns the number of blocks of a chunk.
     fn blocks_of_chunk(&self) -> usize {
-        self.chunk_bytes() / BLOCK_BYTES
+        self.chunk_bytes / BLOCK_BYTES
     }
 
     /// Frees pages that the caller owns exclusively.
@@ -533,7 +510,7 @@ impl Pool {
 
     /// Returns the address and length of a range of chunks.
     pub fn range_of(&self, chunks: &Range<u32>) -> (usize, usize) {
-        (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
+        (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes)
     }
 
     /// Returns the size of the slots into which the address range is divided for leases ([`super::leases`]). The first
@@ -560,12 +537,12 @@ impl Pool {
         if self.is_hugetlb() {
             return 0;
         }
-        u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes() as u64
+        u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes as u64
     }
 
     /// Returns the bytes of all chunks with memory, whether in use or free.
     pub fn filled_bytes(&self) -> u64 {
-        u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
+        u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes as u64
     }
 
     /// Returns unleased free chunks to the system, up to about `want_bytes`. Returns the number of bytes that the
@@ -645,7 +622,7 @@ impl Pool {
     /// is valid.
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
-        assert!(at + to.len() <= self.chunk_bytes());
+        assert!(at + to.len() <= self.chunk_bytes);
         // Under shuttle another thread may run in the middle of the copy.
         #[cfg(shuttle)]
         let (at, to) = {
@@ -664,7 +641,7 @@ impl Pool {
     /// Copies `from` to offset `at` of a folio that the caller has pinned or owns exclusively.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
-        assert!(at + from.len() <= self.chunk_bytes());
+        assert!(at + from.len() <= self.chunk_bytes);
         #[cfg(shuttle)]
         let (at, from) = {
             let (first, rest) = from.split_at(from.len() / 2);
@@ -680,7 +657,7 @@ impl Pool {
 
     /// As [`Pool::copy_in`], but writes `len_bytes` zeros.
     pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
-        assert!(at + len_bytes <= self.chunk_bytes());
+        assert!(at + len_bytes <= self.chunk_bytes);
         // SAFETY: as in `copy_in`.
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
@@ -756,7 +733,7 @@ impl Pool {
             if self.is_hugetlb() {
                 return;
             }
-            let bytes = |chunks: u32| u64::from(chunks) * self.chunk_bytes() as u64;
+            let bytes = |chunks: u32| u64::from(chunks) * self.chunk_bytes as u64;
             if now > before {
                 stats::add(Counter::CacheFree, bytes(now - before));
             } else {

@@ -75,7 +75,7 @@ impl File {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
             let number = hit.value() as u32;
-            match self.pool().word(number).pin() {
+            match self.pool.word(number).pin() {
                 // A pinned folio does not move to another file, so the index entry stays valid.
                 Ok(state) if hit.is_still() => {
                     return Ok(Some(Place { number, first: hit.first(), order: state.order() }));
@@ -97,13 +97,13 @@ impl File {
 
     /// Thaws a frozen folio. Frees it if it was removed from its file meanwhile.
     pub(crate) fn thaw(&self, number: u32) {
-        self.note_revived(number, self.pool().word(number).thaw());
+        self.note_revived(number, self.pool.word(number).thaw());
     }
 
     /// Frees a folio that could not be made live again, because it was removed from its file while this thread used it.
     pub(crate) fn note_revived(&self, number: u32, is_live: bool) {
         if !is_live {
-            self.cache.free(number, self.pool().word(number).load().order());
+            self.cache.free(number, self.pool.word(number).load().order());
         }
     }
 
@@ -132,7 +132,7 @@ impl File {
             // If a folio is split meanwhile, the order in its word is outdated, unlike that of the index.
             let mut dirty_bytes = 0;
             for (number, order) in numbers[..count].iter().copied() {
-                let left = self.pool().word(number).remove_from_file();
+                let left = self.pool.word(number).remove_from_file();
                 dirty_bytes += if left.was_dirty { self.cache.folio_bytes(order) } else { 0 };
                 if left.must_be_freed {
                     self.cache.free(number, order);

@@ -225,30 +225,25 @@ impl File {
     }
 
     #[inline]
-    fn pool(&self) -> &'static Pool {
-        self.pool
-    }
-
-    #[inline]
     fn page_bytes(&self) -> usize {
-        1 << self.pool().page_shift()
+        1 << self.pool.page_shift
     }
 
     /// Returns the index of the page that contains the byte at `offset`.
     #[inline]
     fn index_of(&self, offset: u64) -> u64 {
-        offset >> self.pool().page_shift()
+        offset >> self.pool.page_shift
     }
 
     /// Returns the offset of the first byte of a page.
     #[inline]
     fn offset_of(&self, index: u64) -> u64 {
-        index << self.pool().page_shift()
+        index << self.pool.page_shift
     }
 
     /// Returns the page indices that a huge folio with page `index` would cover.
     fn span_of(&self, index: u64) -> Range<u64> {
-        let pages = 1 << self.pool().chunk_order();
+        let pages = 1 << self.pool.chunk_order;
         let first = index & !(pages - 1);
         first..first + pages
     }

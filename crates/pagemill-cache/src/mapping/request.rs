@@ -129,7 +129,7 @@ impl Memory {
         match self {
             Self::Folio(folio) => pool.with_bytes(folio, len_bytes, act),
             Self::Contiguous { number, count } => {
-                assert!(len_bytes <= *count as usize * pool.page().bytes(), "the bytes lie in the pages");
+                assert!(len_bytes <= *count as usize * pool.page.bytes(), "the bytes lie in the pages");
                 // SAFETY: the pages are mapped while they are allocated, and this value has exclusive access (type
                 // invariant).
                 act(unsafe { std::slice::from_raw_parts_mut(pool.addr(*number) as *mut u8, len_bytes) })
@@ -586,7 +586,7 @@ impl File {
     /// Allocates a folio for a page: a huge one if wanted and possible. Evicts and writes back until a folio is free.
     fn allocate_waiting(&self, index: u64, is_huge: bool) -> Result<(NewFolio, u64)> {
         if is_huge {
-            if let Some(folio) = self.allocate_huge(self.pool().chunk_order()) {
+            if let Some(folio) = self.allocate_huge(self.pool.chunk_order) {
                 return Ok((folio, self.span_of(index).start));
             }
             stats::add(Counter::HugeFallback, 1);
@@ -621,7 +621,7 @@ impl File {
             result => result,
         };
         if is_huge {
-            if let Ok(folio) = allocate(self.pool().chunk_order()) {
+            if let Ok(folio) = allocate(self.pool.chunk_order) {
                 return Ok((folio, self.span_of(index).start));
             }
             stats::add(Counter::HugeFallback, 1);

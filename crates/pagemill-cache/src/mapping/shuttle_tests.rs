@@ -564,7 +564,7 @@ fn writeback_during_writes_truncations_and_evictions() {
             let dirty = |file: &Mapping| {
                 let (mut at, mut bytes) = (0, 0);
                 while let Some(found) = { file.0.tree.next(at, PAGES, &pagemill_xarray::pin()) } {
-                    let is_dirty = file.0.pool().word(found.value as u32).load().is_dirty();
+                    let is_dirty = file.0.pool.word(found.value as u32).load().is_dirty();
                     let is_marked = file.0.tree.get_mark(found.first, writeback::dirty::DIRTY, &pagemill_xarray::pin());
                     assert!(is_marked || !is_dirty, "a dirty folio without a mark, which writeback would not find");
                     bytes += if is_dirty { (PAGE as u64) << found.order } else { 0 };

@@ -123,7 +123,7 @@ impl Caches {
         if let Some(order) = self.orders[at].get() {
             return Ok(order);
         }
-        let order = place(Order::new((pool.max_bytes() >> pool.page_shift()) as usize)?)?;
+        let order = place(Order::new((pool.max_bytes() >> pool.page_shift) as usize)?)?;
         let _ = self.orders[at].set(order);
         Ok(order)
     }
@@ -359,7 +359,7 @@ impl Inner {
         let take = |min_pages| self.pool.allocate_free_contiguous(max_pages, min_pages);
         let grow_and_take = || {
             let may_grow = self.pool.filled_bytes() < self.limit_bytes;
-            let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order()).ok()).flatten()?;
+            let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order).ok()).flatten()?;
             self.pool.free(taken.number, taken.order);
             take(max_pages)
         };
@@ -394,7 +394,7 @@ impl Inner {
 
     /// Returns whether folios of 2^`order` pages are huge: a whole chunk, or a page of a block or more.
     pub(crate) fn is_huge(&self, order: u8) -> bool {
-        order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
+        order > 0 && order == self.pool.chunk_order || self.pool.page.bytes() >= BLOCK_BYTES
     }
 
     /// Applies `change` (`stats::add` or `stats::sub`) to the process's counter of huge or small folios. Excludes
@@ -482,15 +482,15 @@ impl Inner {
 
     /// Updates the statistics after a split of a huge folio.
     pub fn count_split(&self) {
-        let bytes = self.folio_bytes(self.pool.chunk_order());
-        self.count_freed(self.pool.chunk_order());
+        let bytes = self.folio_bytes(self.pool.chunk_order);
+        self.count_freed(self.pool.chunk_order);
         self.update_counters(0, bytes, stats::add);
     }
 
     /// Returns the bytes of a folio of 2^`order` pages.
     #[inline]
     pub fn folio_bytes(&self, order: u8) -> u64 {
-        (self.pool.page().bytes() as u64) << order
+        (self.pool.page.bytes() as u64) << order
     }
 
     pub fn is_huge_allowed(&self) -> bool {
@@ -507,7 +507,7 @@ impl Inner {
 
     /// Returns whether one more huge folio would fit within the cache's limit.
     pub fn fits_huge_folio(&self) -> bool {
-        self.fits_limit(self.folio_bytes(self.pool.chunk_order()))
+        self.fits_limit(self.folio_bytes(self.pool.chunk_order))
     }
 
     /// Returns whether `bytes` more bytes would fit within the cache's limit.
@@ -537,7 +537,7 @@ impl Inner {
     fn start_order_once(&self) {
         self.is_order_started.with(|is_order_started| {
             if !std::mem::replace(is_order_started, true) {
-                self.order.begin(self.limit_bytes >> self.pool.page_shift());
+                self.order.begin(self.limit_bytes >> self.pool.page_shift);
             }
         });
     }
@@ -666,12 +666,12 @@ impl PageCache {
     }
 
     pub fn page(&self) -> PageSize {
-        self.0.pool.page()
+        self.0.pool.page
     }
 
     /// Returns the size of a huge folio in bytes: that of a block, or that of a page if pages are larger.
     pub fn huge_bytes(&self) -> usize {
-        self.0.pool.chunk_bytes()
+        self.0.pool.chunk_bytes
     }
 
     /// Returns the total bytes of all folios of the cache's files. The cache's limit bounds this number.

@@ -74,7 +74,7 @@ impl Caches {
                 Some(_) => pool.is_closed() && pool.max_bytes() == max_bytes,
                 None => !pool.is_hugetlb() && pool.max_bytes() >= max_bytes,
             };
-            is_right && pool.page() == settings.page && pool.is_idle()
+            is_right && pool.page == settings.page && pool.is_idle()
         };
         let mut own = self.inherited.load(Relaxed)..users.len();
         let at = match own.find(|at| is_free(&users[*at].1) && fits(users[*at].0)) {

@@ -77,7 +77,7 @@ impl Usage {
 
     /// Returns the memory use of the pool with index `at`. All memory of the pool counts as free.
     fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
-        let (node, page_bytes) = (pool.node(), pool.page().bytes());
+        let (node, page_bytes) = (pool.node, pool.page.bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
         let is_hugetlb = pool.is_hugetlb();
         Self { number, node, page_bytes, frames, free: pool.filled_bytes(), is_hugetlb, ..Self::default() }

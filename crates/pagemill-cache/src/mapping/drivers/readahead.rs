@@ -196,8 +196,8 @@ impl File {
         let limit_bytes = self.cache.limit_bytes;
         let is_eager = advice == Advice::Sequential;
         let is_huge =
-            self.pool.chunk_order() > 0 && self.cache.is_huge_allowed() && self.choose_for_hole(index) == Choice::Huge;
-        let page_bytes = if is_huge { self.pool.chunk_bytes() } else { self.page_bytes() } as u64;
+            self.pool.chunk_order > 0 && self.cache.is_huge_allowed() && self.choose_for_hole(index) == Choice::Huge;
+        let page_bytes = if is_huge { self.pool.chunk_bytes } else { self.page_bytes() } as u64;
         let most_bytes = MAX_PROPOSAL_BYTES.min(limit_bytes / PROPOSAL_DIVISOR) << u32::from(is_eager);
         let most_bytes = (most_bytes - most_bytes % page_bytes).max(page_bytes);
         let rules = Rules { page_bytes, first_bytes: FIRST_BYTES.clamp(page_bytes, most_bytes), most_bytes, is_eager };

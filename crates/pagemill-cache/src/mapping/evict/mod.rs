@@ -179,10 +179,10 @@ impl File {
         debug_assert!(candidates.len() <= MAX_BATCH);
         let mut folios = [None; MAX_BATCH];
         for (folio, candidate) in folios.iter_mut().zip(candidates) {
-            let index = self.pool().owner(candidate.number).index;
+            let index = self.pool.owner(candidate.number).index;
             self.tree.prefetch_entry(index);
             self.cache.order.prefetch_ghosts(GhostKey::of(self.id, index, candidate.order));
-            let frozen = self.pool().word(candidate.number).freeze().ok();
+            let frozen = self.pool.word(candidate.number).freeze().ok();
             *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
         }
         if folios.iter().flatten().any(|folio| !folio.state.is_dirty()) {
@@ -236,7 +236,7 @@ impl File {
     /// Evicts the folio at page `index` if it begins at page number `number`, is clean and not in use. Returns the
     /// order of the evicted folio.
     pub(crate) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
-        let state = self.pool().word(number).freeze().ok()?;
+        let state = self.pool.word(number).freeze().ok()?;
         let mut writer = self.tree.lock();
         self.note_removal();
         let is_removed = remove_frozen(&mut writer, index, number, state);
@@ -246,7 +246,7 @@ impl File {
             return None;
         }
         self.note_unused_readahead(state);
-        debug_assert!(self.pool().word(number).load().kind() == Kind::Frozen, "this thread owns the folio");
+        debug_assert!(self.pool.word(number).load().kind() == Kind::Frozen, "this thread owns the folio");
         self.cache.free(number, state.order());
         Some(state.order())
     }

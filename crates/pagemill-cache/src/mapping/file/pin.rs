@@ -148,7 +148,7 @@ impl Mapping {
             let number = hit.value() as u32;
             // The gate is held shared, because a truncation, which holds it exclusively, relies on no new holds.
             let gate = file.gate.shared();
-            match file.pool().word(number).hold() {
+            match file.pool.word(number).hold() {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
                     return Ok(Exclusive { file, number, first: hit.first(), len_bytes });
@@ -243,7 +243,7 @@ impl File {
     /// loading it again would cost as much as the rest of a pin.
     #[inline]
     pub(super) fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
-        let page_shift = self.pool.page_shift();
+        let page_shift = self.pool.page_shift;
         let at = (offset - (place.first << page_shift)) as u32;
         let len_bytes = (1 << (page_shift + u32::from(place.order))) - at;
         Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
@@ -252,12 +252,12 @@ impl File {
     /// Ends an exclusive hold of a folio that was not changed. Frees the folio if it was removed from the file
     /// meanwhile.
     pub(crate) fn end_hold(&self, number: u32) {
-        self.note_revived(number, self.pool().word(number).end_hold(false));
+        self.note_revived(number, self.pool.word(number).end_hold(false));
     }
 
     /// As [`File::end_hold`], for a folio that may have been changed: makes it dirty.
     fn end_hold_dirty(&self, number: u32, first: u64) {
-        let word = self.pool().word(number);
+        let word = self.pool.word(number);
         let state = word.load();
         let new_bytes = if state.is_dirty() { 0 } else { self.cache.folio_bytes(state.order()) };
         if new_bytes > 0 && self.dirty.is_some() {
@@ -285,7 +285,7 @@ impl Pin<'_> {
     /// If the range exceeds [`Pin::len_bytes`].
     pub fn read_at(&self, to: &mut [u8], at: usize) {
         self.check(at, to.len());
-        self.file.pool().copy_out(self.number(), self.at as usize + at, to);
+        self.file.pool.copy_out(self.number(), self.at as usize + at, to);
     }
 
     /// Copies `from` into the folio, starting `at` bytes behind the pin's first byte. The range must not exceed the end
@@ -317,7 +317,7 @@ impl Pin<'_> {
         if !state.is_dirty() {
             self.file.make_dirty(&self.place());
         }
-        self.file.pool().copy_in(self.number(), self.at as usize + at, from);
+        self.file.pool.copy_in(self.number(), self.at as usize + at, from);
         Ok(())
     }
 
@@ -366,7 +366,7 @@ impl Pin<'_> {
 
     /// Returns the number of the folio's first page.
     pub(super) fn number(&self) -> u32 {
-        self.file.pool().number_at(self.addr - self.at as usize)
+        self.file.pool.number_at(self.addr - self.at as usize)
     }
 
     /// Panics if the range lies outside of the pinned bytes.
@@ -436,13 +436,13 @@ impl Deref for Exclusive<'_> {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: the folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
-        unsafe { self.file.pool().held_bytes(self, self.number, self.len_bytes) }
+        unsafe { self.file.pool.held_bytes(self, self.number, self.len_bytes) }
     }
 }
 
 impl DerefMut for Exclusive<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let (pool, number, len_bytes) = (self.file.pool(), self.number, self.len_bytes);
+        let (pool, number, len_bytes) = (self.file.pool, self.number, self.len_bytes);
         // SAFETY: as in `deref`, and the borrow is unique.
         unsafe { pool.held_bytes_mut(self, number, len_bytes) }
     }
@@ -464,7 +464,7 @@ impl Drop for Exclusive<'_> {
         // file grows.
         let end = self.file.size_bytes().saturating_sub(self.offset());
         if end < self.len_bytes as u64 {
-            self.file.pool().zero(self.number, end as usize, self.len_bytes - end as usize);
+            self.file.pool.zero(self.number, end as usize, self.len_bytes - end as usize);
         }
         self.file.end_hold_dirty(self.number, self.first);
     }

@@ -79,7 +79,7 @@ impl File {
     #[cold]
     pub(super) fn wipe(&self, to: &mut [u8]) {
         // The read copied at most one folio, which is at most a chunk.
-        let most = to.len().min(self.pool.chunk_bytes());
+        let most = to.len().min(self.pool.chunk_bytes);
         to[..most].fill(0);
     }
 
@@ -87,7 +87,7 @@ impl File {
     /// change.
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
-        let (pool, index) = (self.pool(), self.index_of(offset));
+        let (pool, index) = (self.pool, self.index_of(offset));
         let mut timed_wait = TimedWait::new();
         loop {
             let guard = epoch::pin();
@@ -173,7 +173,7 @@ impl File {
         self.cache.policy.choose(&Ask {
             cause: Cause::Read,
             offset: self.offset_of(span.start),
-            span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
+            span_bytes: self.cache.folio_bytes(self.pool.chunk_order),
             wanted_bytes: self.page_bytes() as u64,
             present_bytes: 0,
             size_bytes: self.size_bytes(),

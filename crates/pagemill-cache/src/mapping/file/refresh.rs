@@ -62,7 +62,7 @@ impl File {
         }
         let mut at = 0;
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
-            if self.pool().word(found.value as u32).load().is_dirty() {
+            if self.pool.word(found.value as u32).load().is_dirty() {
                 return Err(UNSYNCED_CHANGES);
             }
             at = found.last() + 1;

@@ -94,7 +94,7 @@ impl File {
         let at = (size_bytes - self.offset_of(place.first)) as usize;
         let len_bytes = self.cache.folio_bytes(place.order) as usize;
         debug_assert!(at > 0 && at <= len_bytes, "the folio has the last byte");
-        self.pool().zero(place.number, at, len_bytes - at);
+        self.pool.zero(place.number, at, len_bytes - at);
         self.note_zeroed(&place);
         self.cache.unpin(place.number);
     }
@@ -114,7 +114,7 @@ impl File {
                     let begin = self.offset_of(place.first);
                     let end = to.min(begin + self.cache.folio_bytes(place.order));
                     self.make_dirty(&place);
-                    self.pool().zero(place.number, (at - begin) as usize, (end - at) as usize);
+                    self.pool.zero(place.number, (at - begin) as usize, (end - at) as usize);
                     self.note_zeroed(&place);
                     self.cache.unpin(place.number);
                     end

@@ -62,7 +62,7 @@ impl File {
             let index = self.index_of(offset);
             loop {
                 if let Some(place) = self.pin_page(index)? {
-                    if !self.pool().word(place.number).load().is_dirty() && !self.try_make_dirty(place) {
+                    if !self.pool.word(place.number).load().is_dirty() && !self.try_make_dirty(place) {
                         break;
                     }
                     return Ok(self.write_pinned(place, from, offset));
@@ -83,7 +83,7 @@ impl File {
     fn write_pinned(&self, place: Place, from: &[u8], offset: u64) -> usize {
         let at = (offset - self.offset_of(place.first)) as usize;
         let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
-        self.pool().copy_in(place.number, at, &from[..len]);
+        self.pool.copy_in(place.number, at, &from[..len]);
         // Grows the file before the unpin, because a thread that writes the folio back must know how much of it is
         // valid.
         self.grow(offset + len as u64);

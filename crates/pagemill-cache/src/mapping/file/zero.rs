@@ -18,7 +18,7 @@ impl Mapping {
         let end = (offset + len_bytes).min(file.size_bytes());
         // A file with a store is zeroed in steps, so that other threads can take the gate in between, and this thread
         // can be throttled.
-        let step = if file.store.is_some() { file.pool().chunk_bytes() as u64 } else { u64::MAX };
+        let step = if file.store.is_some() { file.pool.chunk_bytes as u64 } else { u64::MAX };
         let mut at = offset;
         while at < end {
             let step_end = end.min(at.saturating_add(step));

@@ -11,7 +11,7 @@ impl File {
     /// folio already, the background thread may collapse the range later. `wanted` are the bytes to be read or written.
     pub(crate) fn wants_huge(&self, index: u64, cause: Cause, wanted: Range<u64>) -> bool {
         let span = self.span_of(index);
-        self.pool().chunk_order() > 0
+        self.pool.chunk_order > 0
             && self.cache.is_huge_allowed()
             && self.choose(index, cause, wanted) == Choice::Huge
             && self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none()
@@ -25,7 +25,7 @@ impl File {
         self.cache.policy.choose(&Ask {
             cause,
             offset: begin,
-            span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
+            span_bytes: self.cache.folio_bytes(self.pool.chunk_order),
             wanted_bytes: to.min(end) - from.max(begin),
             present_bytes: 0,
             size_bytes: self.size_bytes().max(to),

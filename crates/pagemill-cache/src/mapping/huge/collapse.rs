@@ -52,7 +52,7 @@ impl File {
     /// As [`Mapping::collapse`], for the range of a huge folio that contains page `index`. Counts a success in
     /// `counter`.
     pub(crate) fn collapse_at(&self, index: u64, counter: Counter) -> Result<bool> {
-        let (order, span) = (self.pool().chunk_order(), self.span_of(index));
+        let (order, span) = (self.pool.chunk_order, self.span_of(index));
         let end = self.size_bytes();
         if order == 0 || self.offset_of(span.start) >= end {
             return Ok(false);
@@ -99,8 +99,8 @@ impl File {
     fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, folios.first);
         debug_assert!(first.is_multiple_of(1 << order) && folios.pages == 1 << order);
-        let word = self.pool().word(number);
-        self.pool().set_owner(number, Owner { id: self.id, index: first });
+        let word = self.pool.word(number);
+        self.pool.set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
         let reached = self.reach_order(number, order);
         let stock = reached.and_then(|()| self.tree.prepare(first, last, u32::from(order)));
@@ -174,7 +174,7 @@ impl<'file> SmallFolios<'file> {
         for at in 0..self.pages {
             let number = self.numbers[at];
             if number != NO_FOLIO {
-                match self.file.pool().word(number).freeze() {
+                match self.file.pool.word(number).freeze() {
                     // The page may belong to another file by now. The check of the index in `replace_in_index` detects
                     // that.
                     Ok(state) if state.order() == 0 => {
@@ -194,13 +194,13 @@ impl<'file> SmallFolios<'file> {
 
     /// Copies the small folios into the huge folio `taken`, and zeroes the other pages of the huge folio.
     fn copy_to(&self, taken: &NewFolio) {
-        let pool = self.file.pool();
+        let pool = self.file.pool;
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {
             let to = taken.number + at as u32;
             if *number != NO_FOLIO {
                 pool.copy_pages(to, *number, 1);
             } else if !taken.is_zero {
-                pool.zero(to, 0, pool.page().bytes());
+                pool.zero(to, 0, pool.page.bytes());
             }
         }
     }
@@ -208,7 +208,7 @@ impl<'file> SmallFolios<'file> {
     /// Frees the small folios after they were removed from the index.
     fn free(&mut self) {
         for (_, number) in self.present() {
-            debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Frozen);
+            debug_assert_eq!(self.file.pool.word(number).load().kind(), Kind::Frozen);
             self.file.cache.free_replaced(number);
         }
         self.frozen = 0;

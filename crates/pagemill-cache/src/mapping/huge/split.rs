@@ -30,7 +30,7 @@ impl File {
         const BUSY: Error = Error::Busy { what: "the huge folio is in use" };
         let guard = epoch::pin();
         let Some(hit) = self.tree.find(index, &guard) else { return Ok(false) };
-        let (number, word) = (hit.value() as u32, self.pool().word(hit.value() as u32));
+        let (number, word) = (hit.value() as u32, self.pool.word(hit.value() as u32));
         let seen = word.load();
         let order = seen.order();
         if order == 0 || !hit.is_still() {
@@ -47,13 +47,13 @@ impl File {
             return Ok(false);
         }
         let pages = 1_u32 << order;
-        debug_assert!(order == self.pool().chunk_order(), "a folio is one page or a chunk");
+        debug_assert!(order == self.pool.chunk_order, "a folio is one page or a chunk");
         debug_assert!(hit.first().is_multiple_of(u64::from(pages)) && number.is_multiple_of(pages), "aligned");
         for page in 1..pages {
             let page_number = number + page;
-            self.pool().set_owner(page_number, Owner { id: self.id, index: hit.first() + u64::from(page) });
-            debug_assert!(self.pool().word(page_number).load().kind() == Kind::Tail, "other pages of the folio");
-            self.pool().word(page_number).assign_frozen(frozen.is_dirty());
+            self.pool.set_owner(page_number, Owner { id: self.id, index: hit.first() + u64::from(page) });
+            debug_assert!(self.pool.word(page_number).load().kind() == Kind::Tail, "other pages of the folio");
+            self.pool.word(page_number).assign_frozen(frozen.is_dirty());
         }
         let mut writer = self.tree.lock();
         // A concurrent removal takes the entry out of the index first, and then waits for the folio's word.
@@ -66,7 +66,7 @@ impl File {
         }
         drop(writer);
         if !is_in_index {
-            (1..pages).for_each(|page| self.pool().word(number + page).assign(Kind::Tail, 0));
+            (1..pages).for_each(|page| self.pool.word(number + page).assign(Kind::Tail, 0));
             self.thaw(number);
             return Ok(false);
         }
@@ -74,7 +74,7 @@ impl File {
         // The first page is thawed first. So a reader of the huge folio sees the word change before any other page can
         // be freed.
         for page_number in number..number + pages {
-            if !self.pool().word(page_number).thaw_as_page(frozen.is_dirty()) {
+            if !self.pool.word(page_number).thaw_as_page(frozen.is_dirty()) {
                 // If the huge folio was removed from the file meanwhile, the removal changed the word of its first page
                 // only.
                 self.cache.free(page_number, 0);

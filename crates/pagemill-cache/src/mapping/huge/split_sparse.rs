@@ -68,7 +68,7 @@ impl File {
     /// As [`File::split_sparse_at`], for the background scan. If all pages are zero, and a read would then allocate a
     /// folio by the cache's policy, keeps one page. So the next read finds a folio.
     pub(crate) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseSplitOutcome {
-        self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
+        self.split_sparse_at(first, number, 1 << self.pool.chunk_order, Counter::HugeSplitBehind)
     }
 
     /// Splits a huge folio and frees its unused pages (zero, or past the end of the file), if at least a quarter of the
@@ -76,8 +76,8 @@ impl File {
     fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseSplitOutcome {
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
-        let is_live = self.pool().word(number).load().kind() == Kind::Live;
-        let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
+        let is_live = self.pool.word(number).load().kind() == Kind::Live;
+        let is_empty = |page: u64| is_live && (first + page >= end || self.pool.is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
         if empty < pages / MIN_FREED_DIVISOR {
             return SparseSplitOutcome::Dense;
@@ -99,7 +99,7 @@ impl File {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return false };
             let number = hit.value() as u32;
-            let Ok(state) = self.pool().word(number).hold() else { return false };
+            let Ok(state) = self.pool.word(number).hold() else { return false };
             if !hit.is_still() || state.order() > 0 {
                 self.end_hold(number);
                 return false;
@@ -107,7 +107,7 @@ impl File {
             number
         };
         // The hold keeps writers out. Once the page is out of the index, a later write allocates a new one.
-        if !self.pool().is_page_zero(number) {
+        if !self.pool.is_page_zero(number) {
             self.end_hold(number);
             return false;
         }

@@ -96,7 +96,7 @@ impl File {
     /// Records that a huge folio may be sparse, so that the scan checks it.
     pub(crate) fn note_sparse(&self, number: u32) {
         if self.store.is_none() {
-            self.pool().scan_word(number).store(0, Relaxed);
+            self.pool.scan_word(number).store(0, Relaxed);
             let caches = self.cache.caches;
             caches.worker.sweep.note_change(&caches.worker, caches);
         }
@@ -226,14 +226,14 @@ impl Inner {
     /// Returns the number of the cache's chunks that the scan visits: 0 if a chunk is one page, or if the cache never
     /// splits huge folios.
     fn sweepable_chunks(&self) -> u32 {
-        let order = self.pool.chunk_order();
+        let order = self.pool.chunk_order;
         if order > 0 && self.may_split { self.pool.pages() >> order } else { 0 }
     }
 
     /// Visits a chunk. If its huge folio was not written since the previous round, checks the folio, and splits it if it
     /// is sparse. Notes a folio that is new or was written for the next round.
     fn visit_chunk(&self, chunk: u32) -> ChunkVisit {
-        let (pool, order) = (self.pool, self.pool.chunk_order());
+        let (pool, order) = (self.pool, self.pool.chunk_order);
         let number = chunk << order;
         let (word, note) = (pool.word(number), pool.scan_word(number));
         let seen = word.load();

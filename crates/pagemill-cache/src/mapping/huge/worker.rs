@@ -52,7 +52,7 @@ impl File {
     /// Queues the range of a huge folio for a collapse, if the page that was created at `index` is the last page of the
     /// range.
     pub(crate) fn propose_collapse(&self, index: u64) {
-        let order = self.pool().chunk_order();
+        let order = self.pool.chunk_order;
         if order > 0 && index + 1 == self.span_of(index).end && self.cache.is_huge_allowed() {
             self.cache.caches.worker.propose(self.cache.caches, self, index);
         }
@@ -72,7 +72,7 @@ impl File {
         let ask = Ask {
             cause: Cause::Collapse,
             offset: self.offset_of(span.start),
-            span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
+            span_bytes: self.cache.folio_bytes(self.pool.chunk_order),
             wanted_bytes: 0,
             present_bytes: present,
             size_bytes: self.size_bytes(),

@@ -121,8 +121,8 @@ impl File {
         if self.dirty.is_some() {
             self.tree.lock().set_mark_of(place.first, u64::from(place.number), DIRTY);
         }
-        debug_assert!(self.pool().word(place.number).load().pins() > 0, "the caller has pinned the folio");
-        if self.pool().word(place.number).set_dirty() {
+        debug_assert!(self.pool.word(place.number).load().pins() > 0, "the caller has pinned the folio");
+        if self.pool.word(place.number).set_dirty() {
             self.add_dirty(self.cache.folio_bytes(place.order));
         }
     }
@@ -197,7 +197,7 @@ mod tests {
             let guard = epoch::pin();
             let mut at = 0;
             while let Some(found) = file.0.tree.next(at, u64::from(u32::MAX), &guard) {
-                let state = file.0.pool().word(found.value as u32).load();
+                let state = file.0.pool.word(found.value as u32).load();
                 assert_eq!((state.kind(), state.pins()), (Kind::Live, 0));
                 let bytes = cache.0.folio_bytes(found.order as u8);
                 dirty += if state.is_dirty() { bytes } else { 0 };

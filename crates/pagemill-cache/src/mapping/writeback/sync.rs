@@ -304,7 +304,7 @@ impl File {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return Some((index + 1, None)) };
             let (number, first, end) = (hit.value() as u32, hit.first(), hit.found().last() + 1);
-            let word = self.pool().word(number);
+            let word = self.pool.word(number);
             let seen = word.load();
             if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
                 return Some((end, None));
@@ -337,7 +337,7 @@ impl File {
     /// Thaws a frozen folio that lies behind the end of the file, and makes it clean, because it needs no writeback.
     pub(crate) fn thaw_behind_end(&self, index: u64, number: u32, state: State) {
         self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
-        let is_live = self.pool().word(number).thaw_clean();
+        let is_live = self.pool.word(number).thaw_clean();
         if is_live {
             self.sub_dirty(self.cache.folio_bytes(state.order()));
         }
@@ -366,7 +366,7 @@ impl File {
         drop(writer);
         let mut clean_bytes = 0;
         for (_, number, order) in folios {
-            let word = self.pool().word(number);
+            let word = self.pool.word(number);
             let is_live = if is_clean { word.thaw_clean() } else { word.thaw() };
             clean_bytes += if is_clean && is_live { self.cache.folio_bytes(order) } else { 0 };
             self.note_revived(number, is_live);

@@ -251,7 +251,7 @@ impl WriteRun {
     /// run of contiguous memory does not get a folio from elsewhere, because the run would then have to be copied.
     /// Returns whether the folio was added.
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
-        let pool = self.walk_state.file.pool();
+        let pool = self.walk_state.file.pool;
         let is_next = pool.addr(self.first.number) + self.len_bytes() as usize == pool.addr(folio.number);
         let stays_contiguous = self.is_contiguous && is_next;
         let is_worth_copying = !self.is_contiguous || self.len_bytes() < MIN_CONTIGUOUS_BYTES;
@@ -276,7 +276,7 @@ impl WriteRun {
         for folio in self.run_folios() {
             let len = rest.len().min(file.cache.folio_bytes(folio.order) as usize);
             let (here, behind) = rest.split_at_mut(len);
-            file.pool().with_frozen_bytes(folio.number, len, |bytes| here.copy_from_slice(bytes));
+            file.pool.with_frozen_bytes(folio.number, len, |bytes| here.copy_from_slice(bytes));
             rest = behind;
         }
         debug_assert!(rest.is_empty(), "the folios cover the run");
@@ -290,7 +290,7 @@ impl WriteRun {
         let addr = match &self.copy {
             Some(copy) => copy.addr(),
             // SAFETY: the address of the first folio, which is never 0.
-            None => unsafe { NonNull::new_unchecked(self.walk_state.file.pool().addr(self.first.number) as *mut u8) },
+            None => unsafe { NonNull::new_unchecked(self.walk_state.file.pool.addr(self.first.number) as *mut u8) },
         };
         debug_assert!(len > 0 && offset.is_multiple_of(self.walk_state.file.page_bytes() as u64));
         debug_assert!(!self.is_complete.load(SeqCst), "a run is started once");
@@ -343,7 +343,7 @@ impl PendingRuns<'_> {
     /// written.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.walk_state.file;
-        debug_assert!(file.pool().word(number).load().kind() == Kind::Frozen, "only frozen folios are written");
+        debug_assert!(file.pool.word(number).load().kind() == Kind::Frozen, "only frozen folios are written");
         debug_assert!(index.is_multiple_of(1 << state.order()), "folios are aligned");
         let (folio, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(folio.order)).min(size_bytes);
