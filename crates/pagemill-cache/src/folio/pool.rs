@@ -189,7 +189,7 @@ impl Pool {
         let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == RESERVE_PLACED) else {
             return;
         };
-        let is_empty = self.state.with(|state| {
+        let is_empty = self.with_state(|state| {
             // Leased chunks are not taken.
             while let Some(number) = state.buddies.take_free_chunk(&self.frames) {
                 let chunk = number >> self.chunk_order;
@@ -197,7 +197,6 @@ impl Pool {
                 self.filled_chunks.fetch_sub(1, Relaxed);
                 self.push_empty_chunk(state, chunk);
             }
-            self.publish_free_chunks(state);
             self.filled_chunks.load(Relaxed) == 0 && state.chunks_in_transit == 0
         });
         if is_empty {
@@ -299,21 +298,15 @@ impl Pool {
 
     /// As [`Pool::allocate`], but only from free pages that have memory. Returns `None` if there are not enough.
     pub fn allocate_free(&self, order: u8) -> Option<NewFolio> {
-        let taken = self.state.with(|state| {
-            let taken = state.buddies.allocate(&self.frames, order);
-            self.publish_free_chunks(state);
-            taken
-        });
-        taken.map(|(number, is_zero)| NewFolio { number, order, is_zero })
+        let (number, is_zero) = self.with_state(|state| state.buddies.allocate(&self.frames, order))?;
+        Some(NewFolio { number, order, is_zero })
     }
 
     /// Allocates up to `most` single pages that are free and have memory. Returns the number of allocated pages.
     pub fn allocate_free_pages(&self, most: usize, mut taken: impl FnMut(NewFolio)) -> usize {
-        self.state.with(|state| {
+        self.with_state(|state| {
             let free = std::iter::from_fn(|| state.buddies.allocate(&self.frames, 0));
-            let count = free.take(most).map(|(number, is_zero)| taken(NewFolio { number, order: 0, is_zero })).count();
-            self.publish_free_chunks(state);
-            count
+            free.take(most).map(|(number, is_zero)| taken(NewFolio { number, order: 0, is_zero })).count()
         })
     }
 
@@ -324,13 +317,12 @@ impl Pool {
         debug_assert!(min_pages > 0 && min_pages <= max_pages);
         let order_for = |pages: u32| pages.next_power_of_two().trailing_zeros() as u8;
         let orders = order_for(min_pages)..=order_for(max_pages).min(self.chunk_order);
-        self.state.with(|state| {
+        self.with_state(|state| {
             let taken = |order| Some((order, state.buddies.allocate(&self.frames, order)?));
             let (order, (number, is_zero)) = orders.rev().find_map(taken)?;
             let (end, run_end) = (number + max_pages.min(1 << order), number + (1 << order));
             (number..run_end).for_each(|page| self.word(page).assign(Kind::Busy, 0));
             (end..run_end).for_each(|page| state.buddies.free(&self.frames, page, 0, is_zero));
-            self.publish_free_chunks(state);
             Some(number..end)
         })
     }
@@ -367,24 +359,25 @@ impl Pool {
         let filled = self.filled_chunks.fetch_add(1, Relaxed);
         debug_assert!(filled < self.max_chunks, "each chunk counts once");
         let number = chunk << self.chunk_order;
-        self.use_huge_frames_from(number);
+        if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
+            self.frames.allow_huge();
+        }
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
-        self.state.with(|state| {
+        self.with_state(|state| {
             debug_assert!(state.chunks_in_transit > 0, "this chunk is in transit");
             state.chunks_in_transit -= 1;
             state.buddies.leases.note_filled(chunk, true);
             state.buddies.free(&self.frames, number, self.chunk_order, true);
             // This step holds the lock since it freed the chunk, so no other thread can have allocated from it.
             let taken = state.buddies.allocate(&self.frames, order);
-            self.publish_free_chunks(state);
             taken.map(|(number, is_zero)| NewFolio { number, order, is_zero }).ok_or_else(|| self.pool_full_error())
         })
     }
 
     /// Returns the error for a pool that has reached its maximum.
     fn pool_full_error(&self) -> Error {
-        let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes as u64;
-        Error::NoMemory { wanted_bytes: self.chunk_bytes as u64, used_bytes: used, limit_bytes: self.max_bytes() }
+        let (wanted_bytes, used_bytes) = (self.chunk_bytes as u64, self.filled_bytes());
+        Error::NoMemory { wanted_bytes, used_bytes, limit_bytes: self.max_bytes() }
     }
 
     /// Claims a chunk without memory; the caller then makes the chunk resident. Returns `None` if there is none, but
@@ -409,35 +402,28 @@ impl Pool {
         })
     }
 
-    /// Opens the first chunk that was never used. Returns its number.
+    /// Opens the first chunk that was never used: commits its frames, and opens its addresses. Returns its number.
     fn open_next_chunk(&self, state: &mut PoolState) -> Result<u32> {
         let chunk = state.chunks;
         if chunk == self.max_chunks {
             return Err(self.pool_full_error());
         }
-        self.open_chunk(chunk)?;
+        let pages = 1_usize << self.chunk_order;
+        let next = chunk as usize * pages;
+        self.frames.open(0, next, next + pages)?;
+        self.scan_words.open(0, chunk as usize, chunk as usize + 1)?;
+        // Addresses are opened in steps, because the system counts open memory as committed.
+        let step = (OPEN_STEP_BYTES / self.chunk_bytes).max(1) as u32;
+        if chunk.is_multiple_of(step) && !self.is_hugetlb() {
+            let len_bytes = step.min(self.max_chunks - chunk) as usize * self.chunk_bytes;
+            // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
+            // only.
+            unsafe { self.arena.open_blocks(self.addr(chunk << self.chunk_order), len_bytes) }?;
+        }
         state.buddies.leases.commit_slot_state(chunk)?;
         state.chunks += 1;
         self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);
         Ok(chunk)
-    }
-
-    /// Commits the frames of a chunk that was never used, and opens its addresses. Addresses are opened in steps of
-    /// [`OPEN_STEP_BYTES`], because the system counts open memory as committed.
-    fn open_chunk(&self, chunk: u32) -> Result<()> {
-        let pages = 1usize << self.chunk_order;
-        let next = chunk as usize * pages;
-        self.frames.open(0, next, next + pages)?;
-        self.scan_words.open(0, chunk as usize, chunk as usize + 1)?;
-        let step = (OPEN_STEP_BYTES / self.chunk_bytes).max(1) as u32;
-        if chunk.is_multiple_of(step) && !self.is_hugetlb() {
-            let chunks = step.min(self.max_chunks - chunk) as usize;
-            let addr = self.addr(chunk << self.chunk_order);
-            // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
-            // only.
-            unsafe { self.arena.open_blocks(addr, chunks * self.chunk_bytes) }?;
-        }
-        Ok(())
     }
 
     /// Puts a chunk that this thread has claimed back into the list of chunks without memory.
@@ -456,14 +442,6 @@ impl Pool {
         state.empty = Some(chunk);
     }
 
-    /// Allows the table of frames to use huge pages, once page `number` lies behind the first [`HUGE_FRAMES_BYTES`] of
-    /// it.
-    fn use_huge_frames_from(&self, number: u32) {
-        if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
-            self.frames.allow_huge();
-        }
-    }
-
     /// Returns the arena's index of a chunk's first block.
     fn first_block(&self, chunk: u32) -> usize {
         self.arena.block_of(self.addr(chunk << self.chunk_order))
@@ -476,17 +454,13 @@ impl Pool {
 
     /// Frees pages that the caller owns exclusively.
     pub fn free(&self, number: u32, order: u8) {
-        self.state.with(|state| {
-            state.buddies.free(&self.frames, number, order, false);
-            self.publish_free_chunks(state);
-        });
+        self.with_state(|state| state.buddies.free(&self.frames, number, order, false));
     }
 
     /// As [`Pool::free`], for several folios: acquires the lock `state` once.
     pub fn free_several(&self, folios: impl Iterator<Item = (u32, u8)>) {
-        self.state.with(|state| {
+        self.with_state(|state| {
             folios.for_each(|(number, order)| state.buddies.free(&self.frames, number, order, false));
-            self.publish_free_chunks(state);
         });
     }
 
@@ -502,10 +476,7 @@ impl Pool {
 
     /// Ends one ring's lease of the chunks that begin with `first`.
     pub fn end_lease(&self, first: u32) {
-        self.state.with(|state| {
-            state.buddies.end_lease(&self.frames, first);
-            self.publish_free_chunks(state);
-        });
+        self.with_state(|state| state.buddies.end_lease(&self.frames, first));
     }
 
     /// Returns the address and length of a range of chunks.
@@ -534,10 +505,7 @@ impl Pool {
 
     /// Returns the bytes that [`Pool::shrink`] could return to the system if no free chunk were leased.
     pub fn giveable_bytes(&self) -> u64 {
-        if self.is_hugetlb() {
-            return 0;
-        }
-        u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes as u64
+        if self.is_hugetlb() { 0 } else { u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes as u64 }
     }
 
     /// Returns the bytes of all chunks with memory, whether in use or free.
@@ -551,15 +519,12 @@ impl Pool {
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         while freed < want_bytes && !self.is_hugetlb() {
-            let taken = self.state.with(|state| {
-                let taken = state.buddies.take_free_chunk(&self.frames);
-                state.chunks_in_transit += u32::from(taken.is_some());
-                if let Some(number) = taken {
-                    // From here on the chunk cannot be leased.
-                    state.buddies.leases.note_filled(number >> self.chunk_order, false);
-                }
-                self.publish_free_chunks(state);
-                taken
+            let taken = self.with_state(|state| {
+                let number = state.buddies.take_free_chunk(&self.frames)?;
+                state.chunks_in_transit += 1;
+                // From here on the chunk cannot be leased.
+                state.buddies.leases.note_filled(number >> self.chunk_order, false);
+                Some(number)
             });
             let Some(number) = taken else { break };
             let chunk = number >> self.chunk_order;
@@ -568,11 +533,10 @@ impl Pool {
             let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
             if bytes == 0 {
                 // The kernel did not free the chunk (its memory is locked), so the chunk is free again.
-                self.state.with(|state| {
+                self.with_state(|state| {
                     state.buddies.leases.note_filled(chunk, true);
                     state.buddies.free(&self.frames, number, self.chunk_order, false);
                     state.chunks_in_transit -= 1;
-                    self.publish_free_chunks(state);
                 });
                 break;
             }
@@ -623,36 +587,19 @@ impl Pool {
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.chunk_bytes);
-        // Under shuttle another thread may run in the middle of the copy.
-        #[cfg(shuttle)]
-        let (at, to) = {
-            let (first, rest) = to.split_at_mut(to.len() / 2);
-            // SAFETY: as for the copy of the rest below.
-            unsafe { bytes::copy(first.as_mut_ptr(), (self.addr(number) + at) as *const u8, first.len()) };
-            pagemill_core::sync::modelled::scheduling_point();
-            (at + first.len(), rest)
-        };
         // SAFETY: mapped by invariant 1. A number comes from an index or a guard. Only chunks without a page in an
         // index or under a guard lose their memory. A copy that races with the loss reads zeros and is discarded. `to`
         // belongs to the caller.
-        unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
+        unsafe { copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
     }
 
     /// Copies `from` to offset `at` of a folio that the caller has pinned or owns exclusively.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.chunk_bytes);
-        #[cfg(shuttle)]
-        let (at, from) = {
-            let (first, rest) = from.split_at(from.len() / 2);
-            // SAFETY: as for the copy of the rest below.
-            unsafe { bytes::copy((self.addr(number) + at) as *mut u8, first.as_ptr(), first.len()) };
-            pagemill_core::sync::modelled::scheduling_point();
-            (at + first.len(), rest)
-        };
         // SAFETY: mapped by invariant 1. The caller's pin keeps the folio in place. Concurrent copies may race; they
         // detect the race by the folio's word.
-        unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
+        unsafe { copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
     }
 
     /// As [`Pool::copy_in`], but writes `len_bytes` zeros.
@@ -685,43 +632,16 @@ impl Pool {
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }
 
-    /// Calls `act` with the first `len_bytes` bytes of a folio that the caller has frozen.
-    pub fn with_frozen_bytes<R>(&self, number: u32, len_bytes: usize, act: impl FnOnce(&[u8]) -> R) -> R {
-        debug_assert_eq!(self.word(number).load().kind(), Kind::Frozen);
-        // SAFETY: mapped by invariant 1. No thread writes to a frozen folio until the caller thaws it.
-        act(unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) })
+    /// Changes the state under its lock. Then publishes the number of free chunks for threads that read it without the
+    /// lock, and in the statistics.
+    fn with_state<R>(&self, change: impl FnOnce(&mut PoolState) -> R) -> R {
+        self.state.with(|state| {
+            let result = change(state);
+            self.publish_free_chunks(state);
+            result
+        })
     }
 
-    /// Returns the bytes of a folio that `holder` holds exclusively ([`Word::hold`]), valid as long as `holder` is
-    /// borrowed.
-    ///
-    /// # Safety
-    ///
-    /// `holder` must hold the folio as described, and the folio must have `len_bytes` bytes.
-    pub unsafe fn held_bytes<'held, H>(&self, _holder: &'held H, number: u32, len_bytes: usize) -> &'held [u8] {
-        // SAFETY: mapped by invariant 1 for the life of the process. Only the holder changes the bytes, through a
-        // unique borrow.
-        unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) }
-    }
-
-    /// As [`Pool::held_bytes`], but the caller may also change the bytes.
-    ///
-    /// # Safety
-    ///
-    /// As [`Pool::held_bytes`].
-    pub unsafe fn held_bytes_mut<'held, H>(
-        &self,
-        _holder: &'held mut H,
-        number: u32,
-        len_bytes: usize,
-    ) -> &'held mut [u8] {
-        // SAFETY: as in `held_bytes`, and the borrow is unique. Optimistic readers may copy the bytes by opaque calls;
-        // they discard the copy.
-        unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
-    }
-
-    /// Publishes the number of free chunks for threads that read it without the lock `state`, and in the statistics.
-    /// The caller holds this lock.
     fn publish_free_chunks(&self, state: &PoolState) {
         if self.is_lease_end_requested() && !state.buddies.has_leased() {
             self.is_lease_end_requested.store(false, Relaxed);
@@ -741,4 +661,23 @@ impl Pool {
             }
         }
     }
+}
+
+/// As [`bytes::copy`].
+///
+/// # Safety
+///
+/// As [`bytes::copy`].
+#[inline]
+unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
+    // Under shuttle another thread may run in the middle of the copy.
+    let first = if cfg!(shuttle) { len_bytes / 2 } else { 0 };
+    #[cfg(shuttle)]
+    {
+        // SAFETY: the first half of the bytes that the caller guarantees.
+        unsafe { bytes::copy(dst, src, first) };
+        pagemill_core::sync::modelled::scheduling_point();
+    }
+    // SAFETY: guaranteed by the caller.
+    unsafe { bytes::copy(dst.add(first), src.add(first), len_bytes - first) };
 }

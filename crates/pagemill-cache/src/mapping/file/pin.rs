@@ -414,6 +414,10 @@ impl Drop for Pin<'_> {
 /// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
+///
+/// # Invariants
+///
+/// The folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
 #[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {
     file: &'file File,
@@ -435,16 +439,17 @@ impl Deref for Exclusive<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
-        unsafe { self.file.pool.held_bytes(self, self.number, self.len_bytes) }
+        // SAFETY: the pool's memory is mapped for the life of the process. By the type invariant only this guard changes
+        // the bytes, through a unique borrow.
+        unsafe { std::slice::from_raw_parts(self.file.pool.addr(self.number) as *const u8, self.len_bytes) }
     }
 }
 
 impl DerefMut for Exclusive<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let (pool, number, len_bytes) = (self.file.pool, self.number, self.len_bytes);
-        // SAFETY: as in `deref`, and the borrow is unique.
-        unsafe { pool.held_bytes_mut(self, number, len_bytes) }
+        // SAFETY: as in `deref`, and the borrow is unique. Optimistic readers may copy the bytes by opaque calls; they
+        // discard the copy.
+        unsafe { std::slice::from_raw_parts_mut(self.file.pool.addr(self.number) as *mut u8, self.len_bytes) }
     }
 }
 

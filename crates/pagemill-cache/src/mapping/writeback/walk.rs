@@ -276,7 +276,8 @@ impl WriteRun {
         for folio in self.run_folios() {
             let len = rest.len().min(file.cache.folio_bytes(folio.order) as usize);
             let (here, behind) = rest.split_at_mut(len);
-            file.pool.with_frozen_bytes(folio.number, len, |bytes| here.copy_from_slice(bytes));
+            debug_assert_eq!(file.pool.word(folio.number).load().kind(), Kind::Frozen);
+            file.pool.copy_out(folio.number, 0, here);
             rest = behind;
         }
         debug_assert!(rest.is_empty(), "the folios cover the run");
