@@ -624,14 +624,6 @@ impl Pool {
         unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
     }
 
-    /// Calls `act` with the first `len_bytes` bytes of pages that belong to no file yet.
-    pub fn with_bytes<R>(&self, taken: &mut NewFolio, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
-        assert!(len_bytes <= self.page.bytes() << taken.order);
-        // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which holds them during this
-        // call.
-        act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
-    }
-
     /// Changes the state under its lock. Then publishes the number of free chunks for threads that read it without the
     /// lock, and in the statistics.
     fn with_state<R>(&self, change: impl FnOnce(&mut PoolState) -> R) -> R {

@@ -95,11 +95,7 @@ pub(crate) struct InflightGuard<'cache> {
     id: RequestId,
 }
 
-impl<'cache> InflightGuard<'cache> {
-    pub fn new(cache: &'cache Inner, id: RequestId) -> Self {
-        Self { cache, id }
-    }
-
+impl InflightGuard<'_> {
     pub fn id(&self) -> RequestId {
         self.id
     }
@@ -252,15 +248,14 @@ impl File {
     /// # Errors
     ///
     /// The conflicting in-flight read.
-    pub(crate) fn register(&self, first: u64, last: u64, kind: Kind) -> std::result::Result<RequestId, Conflict> {
-        self.cache.inflight.register(self.serial, self.span_of(first).start, (first, last), kind)
-    }
-
-    /// Registers an `Uncancellable` request for pages `first..=last`, which must lie in the range of one huge folio.
-    /// Returns `None` if a conflicting request is in flight.
-    pub(crate) fn try_register(&self, first: u64, last: u64) -> Option<InflightGuard<'_>> {
-        let id = self.register(first, last, Kind::Uncancellable).ok()?;
-        Some(InflightGuard::new(&self.cache, id))
+    pub(crate) fn register(
+        &self,
+        first: u64,
+        last: u64,
+        kind: Kind,
+    ) -> std::result::Result<InflightGuard<'_>, Conflict> {
+        let id = self.cache.inflight.register(self.serial, self.span_of(first).start, (first, last), kind)?;
+        Ok(InflightGuard { cache: &self.cache, id })
     }
 
     /// Registers an `Uncancellable` request for pages `first..=last`, which must lie in the range of one huge folio.
@@ -274,7 +269,7 @@ impl File {
         let mut deadline = None;
         loop {
             match self.register(first, last, Kind::Uncancellable) {
-                Ok(id) => return Ok(InflightGuard::new(&self.cache, id)),
+                Ok(guard) => return Ok(guard),
                 Err(other) => {
                     let deadline = *deadline.get_or_insert_with(|| self.deadline());
                     self.wait_for(other.id, deadline)?;

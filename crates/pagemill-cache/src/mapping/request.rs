@@ -10,7 +10,7 @@
 use super::File;
 use super::drivers::readahead::SHARE_DIVISOR;
 use super::evict::order::GhostKey;
-use super::inflight::{Conflict, InflightGuard, Kind, RequestId};
+use super::inflight::{Conflict, Kind, RequestId};
 use super::policy::Cause;
 use super::writeback::dirty::DIRTY;
 use super::writeback::sync::failed;
@@ -80,11 +80,9 @@ pub(crate) enum Reserved<F: Deref<Target = File> = Arc<File>> {
 ///
 /// Only the owner of this value accesses the pages that are not published.
 enum Memory {
-    /// One folio. The store's read fills it without a bounce buffer.
-    Folio(NewFolio),
-    /// `count` pages that are contiguous in memory, from page `number` on. The store's read fills them without a bounce
-    /// buffer.
-    Contiguous { number: u32, count: u32 },
+    /// `count` folios that are contiguous in memory, from page `number` on: pages, or one huge folio. The store's read
+    /// fills them without a bounce buffer. `is_zero`: all bytes were zero at the allocation.
+    Contiguous { number: u32, count: u32, is_zero: bool },
     /// Pages that are not contiguous in memory. The store's read fills the buffer; a write needs none.
     Scattered { numbers: Vec<u32>, buffer: Option<Aligned> },
 }
@@ -95,7 +93,6 @@ const NO_BUFFER: &str = "scattered pages are read into a buffer";
 impl Memory {
     fn count(&self) -> usize {
         match self {
-            Self::Folio(_) => 1,
             Self::Contiguous { count, .. } => *count as usize,
             Self::Scattered { numbers, .. } => numbers.len(),
         }
@@ -103,7 +100,6 @@ impl Memory {
 
     fn number(&self, at: usize) -> u32 {
         match self {
-            Self::Folio(folio) => folio.number,
             Self::Contiguous { number, .. } => number + at as u32,
             Self::Scattered { numbers, .. } => numbers[at],
         }
@@ -111,7 +107,7 @@ impl Memory {
 
     /// Returns whether all bytes were zero at the allocation.
     fn is_zero(&self) -> bool {
-        matches!(self, Self::Folio(NewFolio { is_zero: true, .. }))
+        matches!(self, Self::Contiguous { is_zero: true, .. })
     }
 
     /// Returns the address that a read of the store fills: that of the buffer for scattered pages, otherwise that of
@@ -124,17 +120,16 @@ impl Memory {
         }
     }
 
-    /// Calls `act` with the first `len_bytes` bytes of the memory that a read of the store fills.
-    fn with_bytes<R>(&mut self, pool: &Pool, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
+    /// Returns the first `len_bytes` bytes of the memory that a read of the store fills. `order` is that of the folios.
+    fn bytes_mut(&mut self, pool: &Pool, order: u8, len_bytes: usize) -> &mut [u8] {
         match self {
-            Self::Folio(folio) => pool.with_bytes(folio, len_bytes, act),
-            Self::Contiguous { number, count } => {
-                assert!(len_bytes <= *count as usize * pool.page.bytes(), "the bytes lie in the pages");
+            Self::Contiguous { number, count, .. } => {
+                assert!(len_bytes <= (*count as usize * pool.page.bytes()) << order, "the bytes lie in the pages");
                 // SAFETY: the pages are mapped while they are allocated, and this value has exclusive access (type
                 // invariant).
-                act(unsafe { std::slice::from_raw_parts_mut(pool.addr(*number) as *mut u8, len_bytes) })
+                unsafe { std::slice::from_raw_parts_mut(pool.addr(*number) as *mut u8, len_bytes) }
             }
-            Self::Scattered { buffer, .. } => act(&mut buffer.as_mut().expect(NO_BUFFER)[..len_bytes]),
+            Self::Scattered { buffer, .. } => &mut buffer.as_mut().expect(NO_BUFFER)[..len_bytes],
         }
     }
 }
@@ -168,9 +163,8 @@ pub(crate) struct Unpublished<F: Deref<Target = File> = Arc<File>> {
     revoked: u32,
     /// The bytes of the file that a write has filled. `None` if the folio is clean.
     written: Option<Range<u64>>,
+    /// The bytes of readahead are counted as in flight (`Inner::ahead_bytes`). Dropping the value ends that.
     purpose: Purpose,
-    /// Whether the bytes are counted as in-flight readahead ([`Inner::ahead_bytes`]). Dropping the value ends that.
-    is_counted_ahead: bool,
     /// The requested page, and the token of a queue's caller.
     pub index: u64,
     pub token: u64,
@@ -195,18 +189,18 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             span = index..pages.end.min(span.end).min(index + max_pages);
         }
         if file.store.is_none() {
-            let (memory, order, first) = file.allocate_memory(index, &span, is_huge, purpose)?;
-            return Ok(Reserved::New(Self::new(file, memory, order, first, revoked, purpose)));
+            let allocated = file.allocate_memory(index, &span, is_huge, purpose)?;
+            return Ok(Reserved::New(Self::new(file, allocated, revoked, purpose)));
         }
         // Registered before the allocation: a thread that waits for another request needs no memory. The guard
         // completes the request on errors, and if a store panics during the allocation.
         let guard = match file.register(span.start, span.end - 1, kind) {
-            Ok(id) => InflightGuard::new(&file.cache, id),
+            Ok(guard) => guard,
             Err(other) if is_huge || other.pages.0 <= index => return Ok(Reserved::InFlight(other)),
             Err(other) => {
                 span.end = other.pages.0;
                 match file.register(span.start, span.end - 1, kind) {
-                    Ok(id) => InflightGuard::new(&file.cache, id),
+                    Ok(guard) => guard,
                     Err(other) => return Ok(Reserved::InFlight(other)),
                 }
             }
@@ -222,9 +216,9 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             }
             span.end = first;
         }
-        let (memory, order, first) = file.allocate_memory(index, &span, is_huge, purpose)?;
+        let allocated = file.allocate_memory(index, &span, is_huge, purpose)?;
         let request = guard.into_id();
-        let mut folio = Self::new(file, memory, order, first, revoked, purpose);
+        let mut folio = Self::new(file, allocated, revoked, purpose);
         (folio.request, folio.is_cancellable, folio.index) = (Some(request), kind != Kind::Uncancellable, index);
         if folio.end() < span.end || present.is_some() {
             folio.file.cache.inflight.shorten(request, folio.end() - 1);
@@ -245,23 +239,27 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             // Contiguous pages are written back without a copy.
             let has_room = file.cache.fits_limit(wanted_bytes) || file.cache.evict_in_background(wanted_bytes);
             if let Some(memory) = has_room.then(|| file.allocate_contiguous_pages(pages)).flatten() {
-                return Ok(Self::new(file, memory, 0, index, revoked, Purpose::Write));
+                return Ok(Self::new(file, (memory, 0, index), revoked, Purpose::Write));
             }
         }
-        let (folio, first) = file.allocate_waiting(index, is_huge)?;
-        let (number, order) = (folio.number, folio.order);
-        let mut new = Self::new(file, Memory::Folio(folio), order, first, revoked, Purpose::Write);
+        let allocated = file.allocate_folio(index, is_huge, Purpose::Write)?;
+        let mut new = Self::new(file, allocated, revoked, Purpose::Write);
         if pages > 1 {
             let mut numbers = Vec::with_capacity(pages);
-            numbers.push(number);
+            numbers.push(new.number());
             new.file.cache.allocate_more(pages - 1, |page| numbers.push(page.number));
             new.memory = Memory::Scattered { numbers, buffer: None };
         }
         Ok(new)
     }
 
-    fn new(file: F, memory: Memory, order: u8, first: u64, revoked: u32, purpose: Purpose) -> Self {
+    /// Creates the value for allocated memory. `allocated` has also the order of the folios, and the first index.
+    fn new(file: F, allocated: (Memory, u8, u64), revoked: u32, purpose: Purpose) -> Self {
+        let (memory, order, first) = allocated;
         let len_bytes = file.cache.folio_bytes(order) * memory.count() as u64;
+        if purpose == Purpose::Readahead {
+            file.cache.ahead_bytes.fetch_add(len_bytes, Relaxed);
+        }
         let stored = file.stored_bytes.load(Relaxed).saturating_sub(file.offset_of(first));
         Self {
             file,
@@ -276,7 +274,6 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             revoked,
             written: None,
             purpose,
-            is_counted_ahead: false,
             index: first,
             token: 0,
         }
@@ -289,13 +286,6 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     /// Returns the page number of the first page.
     pub fn number(&self) -> u32 {
         self.memory.number(0)
-    }
-
-    /// Counts the bytes as in-flight readahead until the value is dropped.
-    pub fn count_ahead(&mut self) {
-        debug_assert!(!self.is_counted_ahead, "a folio is counted once");
-        self.is_counted_ahead = true;
-        self.file.cache.ahead_bytes.fetch_add(self.total_bytes() as u64, Relaxed);
     }
 
     pub fn is_readahead(&self) -> bool {
@@ -333,7 +323,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
     /// Zeroes the bytes to be read, if the store may read fewer than it reports. They may be bytes of another file.
     pub fn prepare(&mut self) {
         if self.file.store.as_ref().is_some_and(|store| !fills_all(&**store)) && !self.memory.is_zero() {
-            self.memory.with_bytes(self.file.pool, self.stored_bytes, |bytes| bytes.fill(0));
+            self.memory.bytes_mut(self.file.pool, self.order, self.stored_bytes).fill(0);
         }
     }
 
@@ -348,10 +338,10 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         }
         self.prepare();
         self.is_rest_unread = true;
-        let (offset, len_bytes) = (self.offset(), self.stored_bytes);
+        let offset = self.offset();
         let Some(store) = &self.file.store else { return Ok(()) };
-        let read = self.memory.with_bytes(self.file.pool, len_bytes, |bytes| store.read(offset, bytes));
-        read.map_err(failed(READING))
+        let to = self.memory.bytes_mut(self.file.pool, self.order, self.stored_bytes);
+        store.read(offset, to).map_err(failed(READING))
     }
 
     /// Copies written bytes into the folios, and zeroes all others. The folios will be dirty.
@@ -515,29 +505,11 @@ impl Unpublished {
     pub fn prefetch_publication(&self) {
         self.prefetch_metadata(self.published..self.memory.count().min(MAX_BATCH_PAGES));
     }
-
-    /// Reserves a folio for a page that a queue requests. After a long wait (`is_timed_out`), the request cancels the
-    /// requests of other queues.
-    ///
-    /// # Errors
-    ///
-    /// As [`Unpublished::reserve`].
-    pub fn reserve_for_queue(file: &Arc<File>, index: u64, token: u64, is_timed_out: bool) -> Result<Reserved> {
-        if file.has_page(index) {
-            return Ok(Reserved::Present);
-        }
-        let kind = if is_timed_out { Kind::CancellableTimedOut } else { Kind::Cancellable };
-        let mut reserved = Self::reserve(file.clone(), index..index + 1, kind, Purpose::Read)?;
-        if let Reserved::New(folio) = &mut reserved {
-            folio.token = token;
-        }
-        Ok(reserved)
-    }
 }
 
 impl<F: Deref<Target = File>> Drop for Unpublished<F> {
     fn drop(&mut self) {
-        if self.is_counted_ahead {
+        if self.is_readahead() {
             self.file.cache.ahead_bytes.fetch_sub(self.total_bytes() as u64, Relaxed);
         }
         (self.published..self.memory.count()).for_each(|at| self.file.cache.free(self.memory.number(at), self.order));
@@ -575,25 +547,29 @@ impl File {
         {
             return Ok((memory, 0, index));
         }
-        let (folio, first) = match purpose {
-            Purpose::Readahead => self.allocate_ahead(index, is_huge)?,
-            Purpose::Read | Purpose::Write => self.allocate_waiting(index, is_huge)?,
-        };
-        let order = folio.order;
-        Ok((Memory::Folio(folio), order, first))
+        self.allocate_folio(index, is_huge, purpose)
     }
 
-    /// Allocates a folio for a page: a huge one if wanted and possible. Evicts and writes back until a folio is free.
-    fn allocate_waiting(&self, index: u64, is_huge: bool) -> Result<(NewFolio, u64)> {
+    /// Allocates a folio for a page: a huge one if wanted and possible. Evicts and writes back until a folio is free;
+    /// for readahead, evicts once and fails if that frees too little. Returns also the order and the first index.
+    fn allocate_folio(&self, index: u64, is_huge: bool, purpose: Purpose) -> Result<(Memory, u8, u64)> {
+        let found = |folio: NewFolio, first| {
+            let NewFolio { number, order, is_zero } = folio;
+            (Memory::Contiguous { number, count: 1, is_zero }, order, first)
+        };
+        let is_ahead = purpose == Purpose::Readahead;
         if is_huge {
-            if let Some(folio) = self.allocate_huge(self.pool.chunk_order) {
-                return Ok((folio, self.span_of(index).start));
+            if let Ok(folio) = self.allocate_evicting_once(self.pool.chunk_order, is_ahead) {
+                return Ok(found(folio, self.span_of(index).start));
             }
             stats::add(Counter::HugeFallback, 1);
         }
+        if is_ahead {
+            return self.allocate_evicting_once(0, is_ahead).map(|folio| found(folio, index));
+        }
         loop {
             match self.cache.allocate(0) {
-                Ok(folio) => return Ok((folio, index)),
+                Ok(folio) => return Ok(found(folio, index)),
                 // Another thread may allocate the freed memory first. Then this thread evicts again.
                 Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
                 // All folios may be dirty.
@@ -603,30 +579,15 @@ impl File {
         }
     }
 
-    /// Allocates a huge folio. For a file with a store, evicts once if the limit is reached. More attempts could evict
-    /// everything without freeing a whole chunk.
-    fn allocate_huge(&self, order: u8) -> Option<NewFolio> {
-        let may_evict = self.store.is_some();
-        self.cache.allocate(order).ok().or_else(|| {
-            let has_room = may_evict && self.cache.evict_some(self.cache.folio_bytes(order));
-            has_room.then(|| self.cache.allocate(order).ok()).flatten()
-        })
-    }
-
-    /// As [`File::allocate_waiting`], for a read without a waiting caller: evicts once, and fails if that frees too
-    /// little.
-    fn allocate_ahead(&self, index: u64, is_huge: bool) -> Result<(NewFolio, u64)> {
-        let allocate = |order| match self.cache.allocate(order) {
-            Err(_) if self.cache.evict_in_background(self.cache.folio_bytes(order)) => self.cache.allocate(order),
+    /// Allocates a folio. For a file with a store, evicts once if the limit is reached. More attempts for a huge folio
+    /// could evict everything without freeing a whole chunk.
+    fn allocate_evicting_once(&self, order: u8, is_ahead: bool) -> Result<NewFolio> {
+        let (cache, bytes) = (&self.cache, self.cache.folio_bytes(order));
+        let evict = || if is_ahead { cache.evict_in_background(bytes) } else { cache.evict_some(bytes) };
+        match cache.allocate(order) {
+            Err(_) if self.store.is_some() && evict() => cache.allocate(order),
             result => result,
-        };
-        if is_huge {
-            if let Ok(folio) = allocate(self.pool.chunk_order) {
-                return Ok((folio, self.span_of(index).start));
-            }
-            stats::add(Counter::HugeFallback, 1);
         }
-        allocate(0).map(|folio| (folio, index))
     }
 
     /// Allocates pages that are contiguous in memory: `wanted`, or fewer if no run of free pages is that long, but at
@@ -634,7 +595,7 @@ impl File {
     fn allocate_contiguous_pages(&self, wanted: usize) -> Option<Memory> {
         let min_pages = (MIN_CONTIGUOUS_BYTES / self.page_bytes()).clamp(1, wanted);
         let pages = self.cache.allocate_contiguous(wanted as u32, min_pages as u32)?;
-        Some(Memory::Contiguous { number: pages.start, count: pages.len() as u32 })
+        Some(Memory::Contiguous { number: pages.start, count: pages.len() as u32, is_zero: false })
     }
 
     /// Allocates up to `wanted` pages: contiguous ones if possible.
@@ -651,7 +612,7 @@ impl File {
         self.cache.allocate_more(max_pages, |page| numbers.push(page.number));
         match numbers.len() {
             0 => None,
-            1 => Some(Memory::Contiguous { number: numbers[0], count: 1 }),
+            1 => Some(Memory::Contiguous { number: numbers[0], count: 1, is_zero: false }),
             count => {
                 let buffer = Some(Aligned::new(count * self.page_bytes(), self.page_bytes()));
                 Some(Memory::Scattered { numbers, buffer })

@@ -59,26 +59,22 @@ impl ReadError {
     }
 }
 
-/// Result of [`File::submit`].
-pub(crate) enum Submitted {
-    /// The page is in memory, unless it was truncated or evicted meanwhile.
-    Present,
-    /// Another request reads the page.
-    Merged(RequestId),
-    /// This call has submitted the read.
-    New(RequestId, Arc<ReadError>),
-}
-
 impl File {
-    /// Submits the read of the first of some missing pages, and of following ones of the same transfer.
-    pub(crate) fn submit(self: &Arc<Self>, pages: Range<u64>, purpose: Purpose) -> Result<Submitted> {
+    /// Submits the read of the first of some missing pages, and of following ones of the same transfer. Returns the
+    /// request that reads the page, and where its error will be, unless another call has submitted it. Returns `None`
+    /// if the page is in memory, unless it was truncated or evicted meanwhile.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        pages: Range<u64>,
+        purpose: Purpose,
+    ) -> Result<Option<(RequestId, Option<Arc<ReadError>>)>> {
         match Unpublished::reserve(self.clone(), pages, Kind::Uncancellable, purpose)? {
-            Reserved::Present => Ok(Submitted::Present),
-            Reserved::InFlight(other) => Ok(Submitted::Merged(other.id)),
+            Reserved::Present => Ok(None),
+            Reserved::InFlight(other) => Ok(Some((other.id, None))),
             Reserved::New(folio) => {
                 let (id, error) = (folio.request_id(), Arc::new(ReadError::default()));
                 self.submit_all(vec![(folio, Some(error.clone()))]);
-                Ok(Submitted::New(id, error))
+                Ok(Some((id, Some(error))))
             }
         }
     }

@@ -3,7 +3,6 @@
 use crate::mapping::File;
 use crate::mapping::inflight::{Kind, WAITING_FOR_PAGE};
 use crate::mapping::request::{Purpose, Reserved, Unpublished};
-use crate::mapping::submit::Submitted;
 use pagemill_core::error::{Error, Result};
 use std::ops::Range;
 
@@ -47,13 +46,8 @@ impl File {
     fn bring_in_within_timeout(&self, pages: Range<u64>, purpose: Purpose) -> Result<()> {
         let Some(file) = self.this.upgrade() else { return Ok(()) };
         let deadline = self.deadline();
-        match file.submit(pages, purpose)? {
-            Submitted::Present => Ok(()),
-            Submitted::Merged(id) => self.wait_for(id, deadline),
-            Submitted::New(id, error) => {
-                self.wait_for(id, deadline)?;
-                error.take()
-            }
-        }
+        let Some((id, error)) = file.submit(pages, purpose)? else { return Ok(()) };
+        self.wait_for(id, deadline)?;
+        error.map_or(Ok(()), |error| error.take())
     }
 }

@@ -6,7 +6,6 @@
 use crate::mapping::drivers::readahead::SHARE_DIVISOR;
 use crate::mapping::inflight::Completion;
 use crate::mapping::request::Purpose;
-use crate::mapping::submit::Submitted;
 use crate::mapping::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use std::ops::Range;
@@ -166,17 +165,9 @@ impl File {
     }
 
     async fn bring_together(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
-        match self.submit(pages, Purpose::Read)? {
-            Submitted::Present => Ok(()),
-            Submitted::Merged(id) => {
-                Completion::new(&self.cache.inflight, id).await;
-                Ok(())
-            }
-            Submitted::New(id, error) => {
-                Completion::new(&self.cache.inflight, id).await;
-                error.take()
-            }
-        }
+        let Some((id, error)) = self.submit(pages, Purpose::Read)? else { return Ok(()) };
+        Completion::new(&self.cache.inflight, id).await;
+        error.map_or(Ok(()), |error| error.take())
     }
 
     /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.
@@ -191,10 +182,9 @@ impl File {
             }
             let (index, last) = (self.index_of(offset), self.index_of(offset + to.len() as u64 - 1));
             if let Some(place) = self.pin_page(index)? {
-                let at = (offset - self.offset_of(place.first)) as usize;
-                let len = to.len().min(self.cache.folio_bytes(place.order) as usize - at);
-                self.pool.copy_out(place.number, at, &mut to[..len]);
-                self.cache.unpin(place.number);
+                let pin = self.guard_of(place, offset);
+                let len = to.len().min(pin.len_bytes());
+                pin.read_at(&mut to[..len], 0);
                 return Ok(len);
             }
             self.note_access(offset, to.len());

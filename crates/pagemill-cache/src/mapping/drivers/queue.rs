@@ -3,8 +3,9 @@
 
 use crate::mapping::drivers::completions::Completions;
 use crate::mapping::drivers::registration::Registration;
-use crate::mapping::inflight::RequestId;
-use crate::mapping::request::{READING, Reserved, Unpublished};
+use crate::mapping::inflight::{Kind, RequestId};
+use crate::mapping::request::{Purpose, READING, Reserved, Unpublished};
+use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping, PageCache};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Relaxed, coarse_ns};
@@ -245,8 +246,13 @@ impl Queue {
 
     /// Reserves the page and submits its read. Returns whether the page is in memory already.
     fn request(&mut self, mut page: Pending) -> Result<bool> {
+        if page.file.has_page(page.index) {
+            return Ok(true);
+        }
+        // After a long wait, the request cancels the requests of other queues.
         let is_timed_out = coarse_ns().saturating_sub(page.since_ns) >= MAX_WAIT_NS;
-        match Unpublished::reserve_for_queue(&page.file, page.index, page.token, is_timed_out)? {
+        let kind = if is_timed_out { Kind::CancellableTimedOut } else { Kind::Cancellable };
+        match Unpublished::reserve(page.file.clone(), page.index..page.index + 1, kind, Purpose::Read)? {
             Reserved::Present => Ok(true),
             Reserved::InFlight(other) => {
                 // SAFETY: reads only the id of the request, not its bytes.
@@ -255,7 +261,10 @@ impl Queue {
                 self.pending.push_back(page);
                 Ok(false)
             }
-            Reserved::New(folio) => self.submit(folio),
+            Reserved::New(mut folio) => {
+                folio.token = page.token;
+                self.submit(folio)
+            }
         }
     }
 
@@ -355,10 +364,7 @@ impl Queue {
         let (token, id) = (folio.token, folio.request_id());
         let waiting = self.pending.iter_mut().filter(|page| page.awaited == Some(id));
         waiting.for_each(|page| page.awaited = None);
-        let result = match result {
-            Ok(()) => self.publish(folio),
-            Err(cause) => Err(Error::Store { doing: READING, cause }),
-        };
+        let result = result.map_err(failed(READING)).and_then(|()| self.publish(folio));
         self.push_completion(token, result);
     }
 

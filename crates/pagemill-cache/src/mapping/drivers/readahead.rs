@@ -239,8 +239,7 @@ impl File {
                 return false;
             }
             match Unpublished::reserve(self.clone(), at..end, Kind::Uncancellable, Purpose::Readahead) {
-                Ok(Reserved::New(mut folio)) => {
-                    folio.count_ahead();
+                Ok(Reserved::New(folio)) => {
                     at = folio.end();
                     folios.push(folio);
                 }

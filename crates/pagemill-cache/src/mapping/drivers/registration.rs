@@ -68,8 +68,6 @@ pub(crate) struct Registration {
     window_bytes: usize,
     /// A window is registered after this many bytes were read into it.
     threshold_bytes: usize,
-    /// Number of registered windows.
-    registered: usize,
     /// Whether no further memory can be registered: `RLIMIT_MEMLOCK`, an old kernel, or a ring of threads.
     is_refused: bool,
 }
@@ -78,7 +76,7 @@ impl Registration {
     pub fn new(pool: &'static Pool, is_kernel: bool) -> Self {
         let window_bytes = pool.lease_bytes();
         let threshold_bytes = window_bytes.min(pool.max_bytes() as usize);
-        Self { pool, windows: Vec::new(), window_bytes, threshold_bytes, registered: 0, is_refused: !is_kernel }
+        Self { pool, windows: Vec::new(), window_bytes, threshold_bytes, is_refused: !is_kernel }
     }
 
     /// Returns the number of registered bytes.
@@ -119,7 +117,6 @@ impl Registration {
             Ok(region) => {
                 self.windows[at].region = Some((region, len_bytes));
                 self.windows[at].range = addr..addr + len_bytes;
-                self.registered += 1;
             }
             Err(_) => self.is_refused = true,
         }
@@ -138,14 +135,13 @@ impl Registration {
             return false;
         }
         window.region = None;
-        self.registered -= 1;
         true
     }
 
     /// If the pool requests its memory, unregisters all windows without reads in flight.
     #[inline]
     pub fn unregister_if_requested(&mut self, ring: &mut Ring<Unpublished>) {
-        if self.registered > 0 && self.pool.is_lease_end_requested() {
+        if self.pool.is_lease_end_requested() {
             (0..self.windows.len()).for_each(|at| _ = self.unregister(ring, at));
         }
     }

@@ -234,7 +234,7 @@ impl File {
 
     /// Returns the guard of the pinned folio at `place`.
     #[inline]
-    fn guard_of(&self, place: Place, offset: u64) -> Pin<'_> {
+    pub(crate) fn guard_of(&self, place: Place, offset: u64) -> Pin<'_> {
         let frame = self.pool.frame(place.number);
         self.guard(place, frame, offset)
     }

@@ -1,7 +1,7 @@
 //! Collapsing: copies the small folios of a range into a new huge folio. Reads continue meanwhile.
 
-use crate::folio::word::Kind;
-use crate::folio::{NewFolio, Owner};
+use crate::folio::{NewFolio, Owner, word};
+use crate::mapping::inflight::Kind;
 use crate::mapping::{File, Mapping};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
@@ -58,8 +58,8 @@ impl File {
             return Ok(false);
         }
         // An in-flight entry is registered for the range, because the collapse also fills missing pages.
-        let request = self.store.is_some().then(|| self.try_register(span.start, span.end - 1));
-        if matches!(request, Some(None)) {
+        let request = self.store.is_some().then(|| self.register(span.start, span.end - 1, Kind::Uncancellable));
+        if matches!(request, Some(Err(_))) {
             return Err(Error::Busy { what: "a page of the range is being read" });
         }
         let Some(mut folios) = SmallFolios::find(self, span.start, 1 << order) else { return Ok(false) };
@@ -117,7 +117,7 @@ impl File {
             if is_dirty {
                 self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
             }
-            debug_assert!(word.load().kind() == Kind::Busy, "the new folio is in no file yet");
+            debug_assert!(word.load().kind() == word::Kind::Busy, "the new folio is in no file yet");
             word.publish(order, !self.cache.may_split, is_dirty);
             writer.join(first, u32::from(order), u64::from(number), &mut stock);
             if self.store.is_some() {
@@ -208,7 +208,7 @@ impl<'file> SmallFolios<'file> {
     /// Frees the small folios after they were removed from the index.
     fn free(&mut self) {
         for (_, number) in self.present() {
-            debug_assert_eq!(self.file.pool.word(number).load().kind(), Kind::Frozen);
+            debug_assert_eq!(self.file.pool.word(number).load().kind(), word::Kind::Frozen);
             self.file.cache.free_replaced(number);
         }
         self.frozen = 0;

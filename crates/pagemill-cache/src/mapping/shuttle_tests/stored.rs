@@ -6,7 +6,8 @@
 //! completely after that value and before the read or sync began.
 
 use super::*;
-use crate::mapping::request::{Reserved, Unpublished};
+use crate::mapping::inflight::Kind;
+use crate::mapping::request::{Purpose, Reserved, Unpublished};
 use pagemill_core::sync::modelled::scheduling_point;
 use std::io;
 use std::sync::MutexGuard;
@@ -253,7 +254,12 @@ impl StoredFile {
     /// Fills a page from the store, as a [`Queue`](crate::Queue) does. The read completes during this call, or is
     /// dropped.
     fn fill(&self, page: u64) {
-        match Unpublished::reserve_for_queue(&self.file.0, page, 0, random_below(2) == 0) {
+        let file = &self.file.0;
+        if file.has_page(page) {
+            return;
+        }
+        let kind = [Kind::Cancellable, Kind::CancellableTimedOut][random_below(2)];
+        match Unpublished::reserve(file.clone(), page..page + 1, kind, Purpose::Read) {
             Ok(Reserved::New(mut folio)) => {
                 let is_read = folio.fill_from_store().is_ok();
                 if is_read && random_below(4) > 0 {
