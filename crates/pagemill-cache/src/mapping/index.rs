@@ -5,6 +5,7 @@ use crate::folio::{Frame, Owner};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_xarray::Found;
+use std::ops::Range;
 
 /// Location of a folio that the caller has pinned, and must unpin (`Inner::unpin`).
 #[derive(Clone, Copy)]
@@ -24,17 +25,14 @@ impl File {
     #[inline]
     pub(crate) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
         match self.try_pin_page(index) {
-            Some((found, _)) => {
-                Ok(Some(Place { number: found.value as u32, first: found.first, order: found.order as u8 }))
-            }
+            Some((place, _)) => Ok(Some(place)),
             None => self.pin_page_slowly(index),
         }
     }
 
-    /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio. The
-    /// order in the result is the folio's.
+    /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio.
     #[inline]
-    pub(crate) fn try_pin_page(&self, index: u64) -> Option<(Found, &'static Frame)> {
+    pub(crate) fn try_pin_page(&self, index: u64) -> Option<(Place, &'static Frame)> {
         let (found, frame) = self.hint(index)?;
         let state = frame.word.pin().ok()?;
         // A pinned folio keeps its owner.
@@ -42,7 +40,8 @@ impl File {
             if self.note_used(frame) {
                 self.note_first_use(frame, self.offset_of(index), 1);
             }
-            return Some((found, frame));
+            let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
+            return Some((place, frame));
         }
         self.cache.unpin(found.value as u32);
         None
@@ -88,6 +87,17 @@ impl File {
                 }
             }
         }
+    }
+
+    /// Returns the folios that cover some of `pages`, in the order of the file. Each step is a look-up of its own, with a
+    /// guard of its own, so the caller may wait or change the index between two steps.
+    pub(crate) fn folios(&self, pages: Range<u64>) -> impl Iterator<Item = Found> {
+        let mut at = pages.start;
+        std::iter::from_fn(move || {
+            let found = (at < pages.end).then(|| self.tree.next(at, pages.end - 1, &epoch::pin())).flatten()?;
+            at = found.last() + 1;
+            Some(found)
+        })
     }
 
     /// Returns whether a page has a folio.

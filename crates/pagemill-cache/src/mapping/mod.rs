@@ -297,12 +297,9 @@ impl File {
 
     /// Extends the file to `size_bytes` if it is shorter.
     fn grow(&self, size_bytes: u64) {
-        let mut seen = self.size_bytes.load(Relaxed);
-        while seen < size_bytes {
-            match self.size_bytes.compare_exchange(seen, size_bytes, AcqRel, Relaxed) {
-                Ok(_) => return,
-                Err(now) => seen = now,
-            }
+        // Most writes do not extend the file; those only load the length.
+        if self.size_bytes.load(Relaxed) < size_bytes {
+            self.size_bytes.fetch_max(size_bytes, AcqRel);
         }
     }
 }

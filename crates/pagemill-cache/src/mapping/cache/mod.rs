@@ -505,11 +505,6 @@ impl Inner {
         }
     }
 
-    /// Returns whether one more huge folio would fit within the cache's limit.
-    pub fn fits_huge_folio(&self) -> bool {
-        self.fits_limit(self.folio_bytes(self.pool.chunk_order))
-    }
-
     /// Returns whether `bytes` more bytes would fit within the cache's limit.
     pub fn fits_limit(&self, bytes: u64) -> bool {
         self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes

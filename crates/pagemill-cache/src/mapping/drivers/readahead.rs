@@ -132,17 +132,9 @@ impl Mapping {
         let end = offset + len_bytes;
         let end = if end >= file.size_bytes() { end.max(file.max_bytes()) } else { end };
         let (first, end) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
-        let (mut at, mut freed) = (first, 0);
-        while at < end
-            && let Some(found) = { file.tree.next(at, end - 1, &epoch::pin()) }
-        {
-            at = found.last() + 1;
-            let is_inside = found.first >= first && at <= end;
-            if let Some(order) = is_inside.then(|| file.evict_at(found.first, found.value as u32)).flatten() {
-                freed += file.cache.folio_bytes(order);
-            }
-        }
-        Ok(freed)
+        let folios = file.folios(first..end).filter(|found| found.first >= first && found.last() < end);
+        let evicted = folios.filter_map(|found| file.evict_at(found.first, found.value as u32));
+        Ok(evicted.map(|order| file.cache.folio_bytes(order)).sum())
     }
 }
 

@@ -121,6 +121,7 @@ impl Mapping {
                 return Ok(Pins { first: Some(first), others: Vec::new() });
             }
         }
+        // The guard of the first folio is built here, from values in registers.
         let (first, others) = self.0.pin_all(offset, len_bytes)?;
         Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
@@ -165,15 +166,15 @@ impl Mapping {
 }
 
 impl File {
-    /// Checks that the byte at `offset` lies inside of the file.
+    /// Checks that the byte at `offset` lies inside of the file. Returns the length of the file.
     ///
     /// # Errors
     ///
     /// Fails at or past the end of the file, and in a fork child.
-    pub(crate) fn check_inside(&self, offset: u64) -> Result<()> {
-        self.check(offset, 1)?;
+    pub(crate) fn check_inside(&self, offset: u64) -> Result<u64> {
+        self.check(offset, 0)?;
         let size_bytes = self.size_bytes();
-        if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }
+        if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(size_bytes) }
     }
 
     /// Pins the folio that a lock-free lookup finds. Returns `None` if the slow path is needed.
@@ -182,8 +183,7 @@ impl File {
         if offset >= self.size_bytes() || self.pool.generation() != self.generation {
             return None;
         }
-        let (found, frame) = self.try_pin_page(self.index_of(offset))?;
-        let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
+        let (place, frame) = self.try_pin_page(self.index_of(offset))?;
         Some(self.guard(place, frame, offset))
     }
 

@@ -41,14 +41,6 @@ impl Mapping {
     }
 }
 
-/// Result of a read where no folio was in memory.
-enum Hole {
-    /// This many bytes were read as zeros.
-    Zeros(usize),
-    /// A folio was created for the page. It may be missing again.
-    Filled,
-}
-
 impl File {
     /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes read.
     #[inline]
@@ -94,8 +86,8 @@ impl File {
             let Some(hit) = self.tree.find(index, &guard) else {
                 drop(guard);
                 match self.read_hole(to, offset)? {
-                    Hole::Zeros(bytes) => return Ok(bytes),
-                    Hole::Filled => continue,
+                    Some(bytes) => return Ok(bytes),
+                    None => continue,
                 }
             };
             let number = hit.value() as u32;
@@ -125,60 +117,43 @@ impl File {
         }
     }
 
-    /// Loads a folio into memory, or reads zeros up to the end of the page.
+    /// Loads a folio into memory and returns `None`; the page may be missing again. Or reads zeros up to the end of the
+    /// page, and returns their number.
     #[cold]
-    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
+    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Option<usize>> {
         let index = self.index_of(offset);
-        let end = self.offset_of(index + 1);
-        // The file was truncated meanwhile. No page behind its end may be read into memory.
-        if self.store.is_some() && offset >= self.size_bytes() {
-            let len = to.len().min((end - offset) as usize);
-            to[..len].fill(0);
-            return Ok(Hole::Zeros(len));
-        }
-        if self.store.is_some() {
+        // If the file was truncated meanwhile, no page behind its end may be read into memory.
+        if self.store.is_some() && offset < self.size_bytes() {
             self.note_access(offset, to.len());
             self.bring_in(index..self.index_of(offset + to.len() as u64 - 1) + 1, Purpose::Read)?;
-            return Ok(Hole::Filled);
+            return Ok(None);
         }
-        if self.wants_folio_for_hole(index) {
+        if self.store.is_none() && self.wants_folio_for_hole(index) {
             match self.bring_in(index..index + 1, Purpose::Read) {
-                Ok(()) => return Ok(Hole::Filled),
                 // Without memory for a folio, the hole reads zero as well.
                 Err(Error::NoMemory { .. }) => {}
-                Err(error) => return Err(error),
+                result => return result.map(|()| None),
             }
         }
-        let len = to.len().min((end - offset) as usize);
+        let len = to.len().min((self.offset_of(index + 1) - offset) as usize);
         to[..len].fill(0);
-        Ok(Hole::Zeros(len))
+        Ok(Some(len))
     }
 
     /// Returns whether the policy wants a folio for a read of a hole, and the limit leaves room for a huge one.
     fn wants_folio_for_hole(&self, index: u64) -> bool {
-        let span = self.span_of(index);
         let is_wanted = match self.choose_for_hole(index) {
             Choice::Nothing => false,
             Choice::Small => true,
             // If the range has folios already, the new folio would be a small one.
-            Choice::Huge => self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none(),
+            Choice::Huge => self.folios(self.span_of(index)).next().is_none(),
         };
         // If no huge folio fits within the limit, the hole reads zero without memory.
-        is_wanted && self.cache.fits_huge_folio()
+        is_wanted && self.cache.fits_limit(self.pool.chunk_bytes as u64)
     }
 
     /// Returns the policy's choice for a read of a hole.
     pub(crate) fn choose_for_hole(&self, index: u64) -> Choice {
-        let span = self.span_of(index);
-        self.cache.policy.choose(&Ask {
-            cause: Cause::Read,
-            offset: self.offset_of(span.start),
-            span_bytes: self.cache.folio_bytes(self.pool.chunk_order),
-            wanted_bytes: self.page_bytes() as u64,
-            present_bytes: 0,
-            size_bytes: self.size_bytes(),
-            sequential_bytes: 0,
-            read_bytes: 0,
-        })
+        self.cache.policy.choose(&Ask { wanted_bytes: self.page_bytes() as u64, ..self.ask(Cause::Read, index) })
     }
 }

@@ -3,9 +3,9 @@
 use crate::folio::Owner;
 use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping, TimedWait};
-use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Relaxed, Release};
+use pagemill_xarray::Found;
 
 impl Mapping {
     /// Adopts changes that other processes made to the store since the file was opened or refreshed. The file gets the
@@ -50,22 +50,13 @@ impl Mapping {
     }
 }
 
-/// The error of a refresh if the file has changes that the store lacks.
-const UNSYNCED_CHANGES: Error = Error::WrongState { what: "the file has changes that are not synced" };
-
 impl File {
     /// Returns an error if the file has changes that the store lacks.
     fn check_synced(&self) -> Result<()> {
         let is_longer = self.size_bytes() > self.stored_bytes.load(Relaxed);
-        if is_longer || self.is_store_too_long() {
-            return Err(UNSYNCED_CHANGES);
-        }
-        let mut at = 0;
-        while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
-            if self.pool.word(found.value as u32).load().is_dirty() {
-                return Err(UNSYNCED_CHANGES);
-            }
-            at = found.last() + 1;
+        let is_dirty = |found: Found| self.pool.word(found.value as u32).load().is_dirty();
+        if is_longer || self.is_store_too_long() || self.folios(0..Owner::MAX_INDEX).any(is_dirty) {
+            return Err(Error::WrongState { what: "the file has changes that are not synced" });
         }
         Ok(())
     }
@@ -81,7 +72,7 @@ impl File {
     /// meanwhile.
     fn evict_all(&self) -> Result<()> {
         let (mut at, mut timed_wait) = (0, TimedWait::new());
-        while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
+        while let Some(found) = { self.folios(at..Owner::MAX_INDEX).next() } {
             if self.evict_at(found.first, found.value as u32).is_some() {
                 (at, timed_wait) = (found.last() + 1, TimedWait::new());
             } else {

@@ -2,7 +2,7 @@
 
 use crate::mapping::Mapping;
 use pagemill_core::epoch;
-use pagemill_core::error::{Error, Result};
+use pagemill_core::error::Result;
 
 impl Mapping {
     /// Returns the offset of the first byte at or after `offset` that may hold data, or `None` if only a hole follows.
@@ -10,14 +10,15 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] at or past the end of the file, [`Error::BadOffset`].
+    /// [`PastEnd`](pagemill_core::Error::PastEnd) at or past the end of the file,
+    /// [`BadOffset`](pagemill_core::Error::BadOffset).
     pub fn seek_data(&self, offset: u64) -> Result<Option<u64>> {
-        let size = self.check_seek(offset)?;
         let file = &*self.0;
+        let size = file.check_inside(offset)?;
         if file.store.is_some() {
             return Ok(Some(offset));
         }
-        let found = file.tree.next(file.index_of(offset), file.index_of(size - 1), &epoch::pin());
+        let found = file.folios(file.index_of(offset)..file.index_of(size - 1) + 1).next();
         Ok(found.map(|found| file.offset_of(found.first).max(offset)))
     }
 
@@ -28,19 +29,12 @@ impl Mapping {
     ///
     /// See [`Mapping::seek_data`].
     pub fn seek_hole(&self, offset: u64) -> Result<u64> {
-        let size = self.check_seek(offset)?;
         let file = &*self.0;
+        let size = file.check_inside(offset)?;
         if file.store.is_some() {
             return Ok(size);
         }
         let hole = file.tree.next_gap(file.index_of(offset), file.index_of(size - 1), &epoch::pin());
         Ok(hole.map_or(size, |index| file.offset_of(index).max(offset)))
-    }
-
-    /// Returns the length of the file, or an error if `offset` is at or past the end of the file.
-    fn check_seek(&self, offset: u64) -> Result<u64> {
-        self.0.check(offset, 0)?;
-        let size_bytes = self.size_bytes();
-        if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(size_bytes) }
     }
 }

@@ -3,7 +3,6 @@
 use crate::folio::Owner;
 use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping};
-use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::stats::Counter;
 use pagemill_core::sync::{Relaxed, Release};
@@ -124,7 +123,7 @@ impl File {
                     self.bring_in(index..index + 1, Purpose::Write)?;
                     continue;
                 }
-                None => match self.tree.next(index, self.index_of(to - 1), &epoch::pin()) {
+                None => match self.folios(index..self.index_of(to - 1) + 1).next() {
                     Some(found) => self.offset_of(found.first).max(at),
                     None => to,
                 },

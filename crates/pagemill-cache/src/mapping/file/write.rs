@@ -5,7 +5,6 @@ use crate::mapping::index::Place;
 use crate::mapping::policy::Cause;
 use crate::mapping::request::{MAX_BATCH_PAGES, Purpose, Unpublished};
 use crate::mapping::{File, Mapping, in_pieces, one_by_one};
-use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::sync::Relaxed;
 use std::io::IoSlice;
@@ -157,11 +156,8 @@ impl File {
         let end = written.end;
         let end = if self.store.is_some() { self.index_of(end) } else { self.index_of(end - 1) + 1 };
         let end = end.min(self.span_of(index).end).min(index + MAX_BATCH_PAGES as u64);
-        if end <= index + 1 {
-            return 1;
-        }
-        let next = self.tree.next(index + 1, end - 1, &epoch::pin());
-        (next.map_or(end, |found| found.first) - index) as usize
+        let next = self.folios(index + 1..end).next();
+        (next.map_or(end, |found| found.first) - index).max(1) as usize
     }
 
     /// Extends the sequential run of writes by a write in place, if the write continues it.

@@ -3,7 +3,6 @@
 use crate::folio::{NewFolio, Owner, word};
 use crate::mapping::inflight::Kind;
 use crate::mapping::{File, Mapping};
-use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, Relaxed};
@@ -68,63 +67,62 @@ impl File {
         if self.store.is_some() && folios.first_missing().is_some_and(|index| index < stored) {
             return Ok(false);
         }
-        let failed = |error| {
-            stats::add(Counter::HugeCollapseFailed, 1);
-            Err(error)
-        };
-        let taken = match self.cache.allocate_replacement(order, folios.present_bytes()) {
-            Ok(taken) => taken,
-            Err(error) => return failed(error),
-        };
-        if !folios.freeze() {
-            self.cache.free_replacement(taken.number, order, folios.present_bytes());
-            return failed(Error::Busy { what: "a page of the range is in use" });
-        }
-        folios.copy_to(&taken);
-        if !self.replace_in_index(&folios, &taken)? {
-            self.cache.free_replacement(taken.number, order, folios.present_bytes());
-            return failed(Error::Busy { what: "the range was changed meanwhile" });
-        }
-        folios.free();
+        let taken = self.cache.allocate_replacement(order, folios.present_bytes());
+        let collapsed = taken.and_then(|taken| {
+            self.collapse_into(&taken, &mut folios)
+                .inspect_err(|_| self.cache.free_replacement(taken.number, order, folios.present_bytes()))?;
+            Ok(taken.number)
+        });
+        let number = collapsed.inspect_err(|_| stats::add(Counter::HugeCollapseFailed, 1))?;
         if folios.first_missing().is_some() {
-            self.note_sparse(taken.number);
+            self.note_sparse(number);
         }
         stats::add(counter, 1);
         self.trace(Event::FolioCollapsed, span.start, order);
         Ok(true)
     }
 
+    /// Copies the small folios into the huge folio `taken`, replaces them by it in the index, and frees them.
+    fn collapse_into(&self, taken: &NewFolio, folios: &mut SmallFolios<'_>) -> Result<()> {
+        if !folios.freeze() {
+            return Err(Error::Busy { what: "a page of the range is in use" });
+        }
+        folios.copy_to(taken);
+        self.replace_in_index(folios, taken)?;
+        folios.free();
+        Ok(())
+    }
+
     /// Replaces the small folios in the index by the huge folio `taken`, if the index entries of their range are
-    /// unchanged. Returns whether the folios were replaced.
-    fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
+    /// unchanged.
+    fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<()> {
         let (number, order, first) = (taken.number, taken.order, folios.first);
         debug_assert!(first.is_multiple_of(1 << order) && folios.pages == 1 << order);
         let word = self.pool.word(number);
         self.pool.set_owner(number, Owner { id: self.id, index: first });
-        let last = first + (1 << order) - 1;
-        let reached = self.reach_order(number, order);
-        let stock = reached.and_then(|()| self.tree.prepare(first, last, u32::from(order)));
-        let mut stock = stock.inspect_err(|_| self.cache.free_replacement(number, order, folios.present_bytes()))?;
+        self.reach_order(number, order)?;
+        let mut stock = self.tree.prepare(first, first + (1 << order) - 1, u32::from(order))?;
         let mut writer = self.tree.lock();
         let is_same = self.store.is_none() || self.removals.load(Relaxed) == folios.removals;
         let is_same = is_same
             && (first..).zip(&folios.numbers[..folios.pages]).all(|(index, number)| {
                 writer.get(index).map(|found| found.value) == (*number != NO_FOLIO).then_some(u64::from(*number))
             });
-        if is_same {
-            // Dirty bytes are counted first: once the folio is in the index, other threads may use it.
-            let is_dirty = folios.dirty_bytes > 0;
-            if is_dirty {
-                self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
-            }
-            debug_assert!(word.load().kind() == word::Kind::Busy, "the new folio is in no file yet");
-            word.publish(order, !self.cache.may_split, is_dirty);
-            writer.join(first, u32::from(order), u64::from(number), &mut stock);
-            if self.store.is_some() {
-                self.cache.order.join(folios.present().map(|(_, page)| page), number, order);
-            }
+        if !is_same {
+            return Err(Error::Busy { what: "the range was changed meanwhile" });
         }
-        Ok(is_same)
+        // Dirty bytes are counted first: once the folio is in the index, other threads may use it.
+        let is_dirty = folios.dirty_bytes > 0;
+        if is_dirty {
+            self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
+        }
+        debug_assert!(word.load().kind() == word::Kind::Busy, "the new folio is in no file yet");
+        word.publish(order, !self.cache.may_split, is_dirty);
+        writer.join(first, u32::from(order), u64::from(number), &mut stock);
+        if self.store.is_some() {
+            self.cache.order.join(folios.present(), number, order);
+        }
+        Ok(())
     }
 }
 
@@ -136,19 +134,14 @@ impl<'file> SmallFolios<'file> {
         let removals = file.removals.load(Acquire);
         let mut folios =
             Self { file, first, numbers: [NO_FOLIO; MAX_FOLIO_PAGES], pages, frozen: 0, dirty_bytes: 0, removals };
-        let guard = epoch::pin();
-        let mut at = first;
-        let last = first + pages as u64 - 1;
-        while at <= last
-            && let Some(found) = file.tree.next(at, last, &guard)
-        {
+        for found in file.folios(first..first + pages as u64) {
             if found.order > 0 {
                 return None;
             }
             folios.numbers[(found.first - first) as usize] = found.value as u32;
-            at = found.first + 1;
         }
-        (at > first).then_some(folios)
+        let has_folio = folios.present().next().is_some();
+        has_folio.then_some(folios)
     }
 
     /// Returns the index of the first page without a folio in the range to collapse.
@@ -162,10 +155,9 @@ impl<'file> SmallFolios<'file> {
         self.present().count() as u64 * self.file.page_bytes() as u64
     }
 
-    /// Returns each small folio of the range to collapse: its place in the range, and its page number.
-    fn present(&self) -> impl Iterator<Item = (usize, u32)> {
-        let numbers = self.numbers[..self.pages].iter().copied().enumerate();
-        numbers.filter(|(_, number)| *number != NO_FOLIO)
+    /// Returns the page number of each small folio of the range to collapse.
+    fn present(&self) -> impl Iterator<Item = u32> {
+        self.numbers[..self.pages].iter().copied().filter(|number| *number != NO_FOLIO)
     }
 
     /// Freezes all small folios of the range to collapse. Returns false if one of them is in use.
@@ -207,7 +199,7 @@ impl<'file> SmallFolios<'file> {
 
     /// Frees the small folios after they were removed from the index.
     fn free(&mut self) {
-        for (_, number) in self.present() {
+        for number in self.present() {
             debug_assert_eq!(self.file.pool.word(number).load().kind(), word::Kind::Frozen);
             self.file.cache.free_replaced(number);
         }

@@ -1,6 +1,7 @@
 //! Sparse huge folios: splits huge folios whose pages are mostly zeros or past the end of the file, and frees these
 //! pages.
 
+use crate::folio::Owner;
 use crate::folio::word::Kind;
 use crate::mapping::cache::Inner;
 use crate::mapping::policy::Choice;
@@ -27,6 +28,12 @@ pub(crate) enum SparseSplitOutcome {
     Split(u64),
 }
 
+impl SparseSplitOutcome {
+    pub fn freed_bytes(self) -> u64 {
+        if let Self::Split(bytes) = self { bytes } else { 0 }
+    }
+}
+
 impl Mapping {
     /// Frees unused pages in huge folios of the file: pages past its end, and pages of zeros. Splits a huge folio only
     /// if at least a quarter of it can be freed. Returns the bytes freed. Does nothing for a file with a store.
@@ -48,32 +55,17 @@ impl File {
         if self.store.is_some() {
             return 0;
         }
-        let (mut freed, mut at) = (0, 0);
-        while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
-            if found.order > 0
-                && let SparseSplitOutcome::Split(bytes) = self.split_sparse_at(
-                    found.first,
-                    found.value as u32,
-                    1 << found.order,
-                    Counter::HugeSplitForReclaim,
-                )
-            {
-                freed += bytes;
-            }
-            at = found.last() + 1;
-        }
-        freed
-    }
-
-    /// As [`File::split_sparse_at`], for the background scan. If all pages are zero, and a read would then allocate a
-    /// folio by the cache's policy, keeps one page. So the next read finds a folio.
-    pub(crate) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseSplitOutcome {
-        self.split_sparse_at(first, number, 1 << self.pool.chunk_order, Counter::HugeSplitBehind)
+        let huge = self.folios(0..Owner::MAX_INDEX).filter(|found| found.order > 0);
+        let split =
+            huge.map(|found| self.split_sparse_at(found.first, found.value as u32, Counter::HugeSplitForReclaim));
+        split.map(SparseSplitOutcome::freed_bytes).sum()
     }
 
     /// Splits a huge folio and frees its unused pages (zero, or past the end of the file), if at least a quarter of the
-    /// pages are unused.
-    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseSplitOutcome {
+    /// pages are unused. For the background scan (`Counter::HugeSplitBehind`), keeps one page if all pages are zero and
+    /// a read would then allocate a folio by the cache's policy. So the next read finds a folio.
+    pub(crate) fn split_sparse_at(&self, first: u64, number: u32, counter: Counter) -> SparseSplitOutcome {
+        let pages = 1 << self.pool.chunk_order;
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool.word(number).load().kind() == Kind::Live;

@@ -21,6 +21,7 @@ use crate::mapping::cache::{Caches, Inner};
 use crate::mapping::huge::split_sparse::SparseSplitOutcome;
 use crate::mapping::huge::worker::Worker;
 use crate::mapping::index::Place;
+use pagemill_core::stats::Counter;
 use pagemill_core::sync::{AtomicU32, Guarded, Relaxed, coarse_ns};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -197,11 +198,11 @@ pub(crate) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
         while checks < most_checks && visits < most_visits && clock_hand.chunk < cache.sweepable_chunks() {
             let visit = cache.visit_chunk(clock_hand.chunk);
             visits += 1;
-            checks += usize::from(matches!(visit, ChunkVisit::Checked(_)));
             clock_hand.has_new_folio |=
                 matches!(visit, ChunkVisit::Noted | ChunkVisit::Checked(SparseSplitOutcome::Refused));
-            if let ChunkVisit::Checked(SparseSplitOutcome::Split(bytes)) = visit {
-                result.freed_bytes += bytes;
+            if let ChunkVisit::Checked(outcome) = visit {
+                checks += 1;
+                result.freed_bytes += outcome.freed_bytes();
             }
             clock_hand.chunk += 1;
         }
@@ -258,7 +259,7 @@ impl Inner {
             note.store(SEEN_STATE | version, Relaxed);
             return ChunkVisit::Noted;
         }
-        let check = file.split_sparse_behind(owner.index, number);
+        let check = file.split_sparse_at(owner.index, number, Counter::HugeSplitBehind);
         if check == SparseSplitOutcome::Dense {
             note.store(DENSE_STATE | version, Relaxed);
         }

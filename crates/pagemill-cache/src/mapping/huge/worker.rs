@@ -6,7 +6,6 @@ use crate::mapping::cache::Caches;
 use crate::mapping::huge::sweep::{self, Sweep};
 use crate::mapping::policy::{Ask, Cause, Choice};
 use pagemill_core::callback;
-use pagemill_core::epoch;
 use pagemill_core::error::Error;
 use pagemill_core::stats::Counter;
 use pagemill_core::sync::{Guarded, Relaxed};
@@ -61,24 +60,8 @@ impl File {
     /// Collapses a range if the policy chooses a huge folio for it. Returns whether a huge folio was made, or `None` if
     /// a later attempt may succeed.
     fn collapse_if_chosen(&self, index: u64) -> Option<bool> {
-        let span = self.span_of(index);
-        let (mut present, mut at) = (0, span.start);
-        while at < span.end
-            && let Some(found) = { self.tree.next(at, span.end - 1, &epoch::pin()) }
-        {
-            present += self.page_bytes() as u64;
-            at = found.last() + 1;
-        }
-        let ask = Ask {
-            cause: Cause::Collapse,
-            offset: self.offset_of(span.start),
-            span_bytes: self.cache.folio_bytes(self.pool.chunk_order),
-            wanted_bytes: 0,
-            present_bytes: present,
-            size_bytes: self.size_bytes(),
-            sequential_bytes: 0,
-            read_bytes: 0,
-        };
+        let present_bytes = (self.folios(self.span_of(index)).count() * self.page_bytes()) as u64;
+        let ask = Ask { present_bytes, ..self.ask(Cause::Collapse, index) };
         if self.cache.policy.choose(&ask) != Choice::Huge {
             return Some(false);
         }
