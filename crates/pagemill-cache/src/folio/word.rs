@@ -188,6 +188,10 @@ pub(crate) struct Removal {
     pub was_dirty: bool,
 }
 
+fn bit_if(bit: u64, is_set: bool) -> u64 {
+    if is_set { bit } else { 0 }
+}
+
 /// The state word of a page. Zero bits mean a free page of order 0.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
@@ -298,7 +302,7 @@ impl Word {
 
     /// Marks a folio that was just made live as prefetched and not used yet.
     pub fn set_prefetched(&self, fetched: Prefetch) {
-        self.0.fetch_or(PREFETCHED_BIT | if fetched == Prefetch::Readahead { READAHEAD_VALUE } else { 0 }, Relaxed);
+        self.0.fetch_or(PREFETCHED_BIT | bit_if(READAHEAD_VALUE, fetched == Prefetch::Readahead), Relaxed);
     }
 
     /// Subtracts one from the folio's use count. Returns whether the count was above 0.
@@ -354,12 +358,16 @@ impl Word {
         self.claim_unpinned(Kind::Frozen)
     }
 
+    /// Sets the kind, the order and `bits` of a page to which the caller has exclusive access, and clears all other bits.
+    /// Increments the version.
+    fn renew(&self, kind: Kind, order: u8, bits: u64) {
+        let version = State(self.0.load(Relaxed)).next_version();
+        self.0.store(State::new(kind, order, version).0 | bits, Release);
+    }
+
     /// Makes a new, held or collapsed folio of 2^`order` pages live. The caller must have exclusive access.
     pub fn publish(&self, order: u8, is_unsplittable: bool, is_dirty: bool) {
-        let version = State(self.0.load(Relaxed)).next_version();
-        let (unsplittable, dirty) =
-            (if is_unsplittable { UNSPLITTABLE_BIT } else { 0 }, if is_dirty { DIRTY_BIT } else { 0 });
-        self.0.store(State::new(Kind::Live, order, version).0 | unsplittable | dirty, Release);
+        self.renew(Kind::Live, order, bit_if(UNSPLITTABLE_BIT, is_unsplittable) | bit_if(DIRTY_BIT, is_dirty));
     }
 
     /// Makes a held or frozen folio live again, in the state that `next` returns. Returns false if the folio was
@@ -381,7 +389,7 @@ impl Word {
     /// the caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
+        let dirty = bit_if(DIRTY_BIT, is_dirty);
         self.make_live(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
@@ -401,30 +409,26 @@ impl Word {
     /// As [`Word::thaw`], for one page of a folio that was split: the page is a folio of its own from here on.
     #[must_use]
     pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
-        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
+        let dirty = bit_if(DIRTY_BIT, is_dirty);
         self.make_live(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
     /// Sets the kind and order of a page to which the caller has exclusive access. Increments the version.
     pub fn assign(&self, kind: Kind, order: u8) {
         debug_assert!(!matches!(kind, Kind::Live | Kind::Gone), "a folio becomes live by `publish` or `make_live`");
-        let version = State(self.0.load(Relaxed)).next_version();
-        self.0.store(State::new(kind, order, version).0, Release);
+        self.renew(kind, order, 0);
         fence(Release);
     }
 
     /// Sets a page of a folio that is being split to *Frozen*. `is_dirty` says whether that folio is dirty.
     pub fn assign_frozen(&self, is_dirty: bool) {
-        let version = State(self.0.load(Relaxed)).next_version();
-        let dirty = if is_dirty { DIRTY_BIT } else { 0 };
-        self.0.store(State::new(Kind::Frozen, 0, version).0 | dirty, Release);
+        self.renew(Kind::Frozen, 0, bit_if(DIRTY_BIT, is_dirty));
     }
 
     /// Sets a page to *Free*, as first page of a free run of 2^`order` pages. `is_zero`: all bytes of the run are zero.
     pub fn set_free(&self, order: u8, is_zero: bool) {
         debug_assert!(self.load().kind() != Kind::Live, "a live folio is frozen or removed before it is freed");
-        let version = State(self.0.load(Relaxed)).next_version();
-        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO_BIT } else { 0 }, Release);
+        self.renew(Kind::Free, order, bit_if(ZERO_BIT, is_zero));
     }
 
     /// Removes a folio from its file, where it is no longer reachable. Clears the dirty bit, because the bytes need no

@@ -7,7 +7,8 @@ use pagemill_core::error::Result;
 use pagemill_xarray::Found;
 use std::ops::Range;
 
-/// Location of a folio that the caller has pinned, and must unpin (`Inner::unpin`).
+/// Location of a folio that the caller has pinned, and must unpin (`Inner::unpin`), or has frozen, and must thaw
+/// ([`File::thaw`]).
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub number: u32,

@@ -23,6 +23,7 @@ const RECORD_LEN: usize = 136;
 /// Bytes of the name in a record.
 const NAME_LEN: usize = 40;
 
+/// The kinds of owners, in the order of their numbers in a record.
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
 /// Returns the record with the memory use of a cache, an idle pool or the spare index nodes.
@@ -33,11 +34,7 @@ fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes[40..48].copy_from_slice(&(usage.page_bytes as u64).to_le_bytes());
     bytes[48..52].copy_from_slice(&usage.number.to_le_bytes());
     bytes[52..56].copy_from_slice(&(usage.node as u32).to_le_bytes());
-    bytes[56] = match holder {
-        Holder::Cache => 0,
-        Holder::IdlePool => 1,
-        Holder::SpareNodes => 2,
-    };
+    bytes[56] = holder as u8;
     bytes[57] = u8::from(usage.is_partial);
     bytes[58] = u8::from(usage.is_hugetlb);
     let Usage { huge, small, locked, free, frames, index, charged, limit, dirty, .. } = *usage;

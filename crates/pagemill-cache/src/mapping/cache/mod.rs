@@ -14,6 +14,7 @@ use crate::mapping::huge::worker::Worker;
 use crate::mapping::inflight::InflightTable;
 use crate::mapping::policy::Policy;
 use crate::mapping::writeback::flush::{Balance, Flusher};
+use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping};
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::{Error, Result};
@@ -137,7 +138,7 @@ impl Caches {
     /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes
     /// back with [`PageCache::write_back_due`].
     pub fn collapse_by_hand(&self) {
-        self.worker.disable_threads();
+        self.worker.is_thread_disabled.store(true, Relaxed);
     }
 
     /// Returns the resident bytes of the frames and eviction orders of all pools.
@@ -170,9 +171,9 @@ impl Shrinker for Caches {
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let mut freed = self.shrink_free(want_bytes);
         if urgency == Urgency::Limit && freed < want_bytes {
-            let mut at = self.inherited.load(Relaxed);
+            let mut caches = self.caches();
             while freed < want_bytes
-                && let Some(cache) = self.next_cache(&mut at)
+                && let Some(cache) = caches.next()
             {
                 // Reserved huge pages are not returned to the system, so their caches are skipped.
                 if !cache.pool.is_hugetlb() && cache.make_room(want_bytes - freed) {
@@ -188,6 +189,12 @@ impl Shrinker for Caches {
 }
 
 impl Caches {
+    /// Returns the caches that this process created. No lock is held between two of them.
+    pub(crate) fn caches(&self) -> impl Iterator<Item = Arc<Inner>> {
+        let mut at = self.inherited.load(Relaxed);
+        std::iter::from_fn(move || self.next_cache(&mut at))
+    }
+
     /// Returns the first cache at index `at` or later, and sets `at` to the index after that cache.
     pub(crate) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
         self.users.with(|users| {
@@ -326,11 +333,7 @@ impl Inner {
     ///
     /// [`Error::NoMemory`].
     pub fn allocate(&self, order: u8) -> Result<NewFolio> {
-        let bytes = self.folio_bytes(order);
-        self.charge(bytes)?;
-        let taken = self.pool.allocate(order).inspect_err(|_| self.discharge(order))?;
-        self.count_allocated(order);
-        Ok(taken)
+        self.allocate_replacement(order, 0)
     }
 
     /// Allocates up to `most` free pages that have memory, as far as the limit allows. Calls `taken` with each page.
@@ -344,7 +347,7 @@ impl Inner {
         if self.charge(wanted).is_ok() {
             let bytes = page_bytes * self.pool.allocate_free_pages(most, taken) as u64;
             debug_assert!(bytes <= wanted, "no more pages were allocated than wanted");
-            self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
+            self.discharge(wanted - bytes);
             self.update_counters(0, bytes, stats::add);
         }
     }
@@ -365,7 +368,7 @@ impl Inner {
         };
         let pages = take(max_pages).or_else(grow_and_take).or_else(|| take(min_pages));
         let taken_bytes = page_bytes * pages.as_ref().map_or(0, ExactSizeIterator::len) as u64;
-        self.charged_bytes.fetch_sub(page_bytes * u64::from(max_pages) - taken_bytes, Relaxed);
+        self.discharge(page_bytes * u64::from(max_pages) - taken_bytes);
         if taken_bytes > 0 {
             self.update_counters(0, taken_bytes, stats::add);
         }
@@ -386,10 +389,10 @@ impl Inner {
         }
     }
 
-    /// Ends the charge of a folio of 2^`order` pages.
-    fn discharge(&self, order: u8) {
-        let charged = self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
-        debug_assert!(charged >= self.folio_bytes(order), "only charged bytes are discharged");
+    /// Ends the charge of `bytes`.
+    fn discharge(&self, bytes: u64) {
+        let charged = self.charged_bytes.fetch_sub(bytes, Relaxed);
+        debug_assert!(charged >= bytes, "only charged bytes are discharged");
     }
 
     /// Returns whether folios of 2^`order` pages are huge: a whole chunk, or a page of a block or more.
@@ -415,9 +418,7 @@ impl Inner {
         debug_assert!(present_bytes <= self.folio_bytes(order), "the replaced folios fit");
         let more = self.folio_bytes(order) - present_bytes;
         self.charge(more)?;
-        let taken = self.pool.allocate(order).inspect_err(|_| {
-            self.charged_bytes.fetch_sub(more, Relaxed);
-        })?;
+        let taken = self.pool.allocate(order).inspect_err(|_| self.discharge(more))?;
         self.count_allocated(order);
         Ok(taken)
     }
@@ -425,7 +426,7 @@ impl Inner {
     /// Reverts [`Inner::allocate_replacement`]: frees the folio, and ends the charge that the allocation has added.
     pub fn free_replacement(&self, number: u32, order: u8, present_bytes: u64) {
         self.count_freed(order);
-        self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
+        self.discharge(self.folio_bytes(order) - present_bytes);
         self.pool.free(number, order);
     }
 
@@ -437,9 +438,7 @@ impl Inner {
 
     /// Frees a folio that the caller owns, and ends its charge.
     pub fn free(&self, number: u32, order: u8) {
-        self.count_freed(order);
-        self.discharge(order);
-        self.pool.free(number, order);
+        self.free_replacement(number, order, 0);
     }
 
     /// As [`Inner::free`], for several folios, with their page numbers and orders.
@@ -456,8 +455,7 @@ impl Inner {
         if small_bytes > 0 {
             self.update_counters(0, small_bytes, stats::sub);
         }
-        let charged = self.charged_bytes.fetch_sub(bytes, Relaxed);
-        debug_assert!(charged >= bytes, "only charged bytes are discharged");
+        self.discharge(bytes);
         self.pool.free_several(folios);
     }
 
@@ -632,8 +630,7 @@ impl PageCache {
     /// See [`PageCache::create`]. [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
     /// [`Error::Unsupported`] if the store's block is larger than a page.
     pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
-        let size_bytes =
-            store.size_bytes().map_err(|cause| Error::Store { doing: "getting the size of a file", cause })?;
+        let size_bytes = store.size_bytes().map_err(failed("getting the size of a file"))?;
         if !store.block_bytes().is_power_of_two() || store.block_bytes() > self.page().bytes() {
             return Err(Error::Unsupported { what: "the store's block is not a power of two up to the cache's page" });
         }

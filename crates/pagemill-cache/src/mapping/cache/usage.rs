@@ -86,8 +86,8 @@ impl Usage {
 
 /// A time limit of a walk over pages or files. Reads the clock only at some of its checks.
 struct Deadline {
-    /// Time on the fine clock at which the limit is reached. `None`: no limit.
-    ns: Option<u64>,
+    /// Time on the fine clock at which the limit is reached.
+    ns: u64,
     /// Number of checks of the limit so far.
     checks: u32,
     is_over: bool,
@@ -97,18 +97,16 @@ impl Deadline {
     /// Number of checks between two readings of the clock. These checks take some microseconds.
     const CHECKS_PER_READING: u32 = 1 << 8;
 
-    /// Creates a limit that is reached `ns` nanoseconds from now. With `None`, the limit is never reached.
-    fn after(ns: Option<u64>) -> Self {
-        Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
+    /// Creates a limit that is reached `ns` nanoseconds from now. With `u64::MAX`, the limit is never reached.
+    fn after(ns: u64) -> Self {
+        Self { ns: clock::fine_ns().saturating_add(ns), checks: 0, is_over: false }
     }
 
     /// Checks the time limit. Returns whether this check or an earlier one has found that the time is over.
     fn is_over(&mut self) -> bool {
         self.checks += 1;
-        if let Some(ns) = self.ns
-            && self.checks.is_multiple_of(Self::CHECKS_PER_READING)
-        {
-            self.is_over |= clock::fine_ns() > ns;
+        if self.checks.is_multiple_of(Self::CHECKS_PER_READING) {
+            self.is_over |= clock::fine_ns() > self.ns;
         }
         self.is_over
     }
@@ -117,7 +115,7 @@ impl Deadline {
 impl Inner {
     /// Returns the memory use of the cache. Walks over all pages and over all files; each of the two walks takes at
     /// most `most_ns`.
-    fn usage(&self, most_ns: Option<u64>) -> Usage {
+    fn usage(&self, most_ns: u64) -> Usage {
         let pool = self.pool;
         let mut usage = Usage {
             name: self.name.clone(),
@@ -152,7 +150,7 @@ impl Inner {
     }
 
     /// Returns the bytes of the index nodes of all files, and whether all files were counted.
-    fn node_bytes(&self, most_ns: Option<u64>) -> (u64, bool) {
+    fn node_bytes(&self, most_ns: u64) -> (u64, bool) {
         let (mut id, mut bytes, mut deadline) = (0, 0, Deadline::after(most_ns));
         // Takes one file at a time, without a lock: dropping the last reference to a file may drop its store.
         while let Some(file) = self.next_file(&mut id) {
@@ -180,15 +178,14 @@ impl Inner {
 impl PageCache {
     /// Returns the current memory use of the cache. Walks over all of its pages.
     pub fn usage(&self) -> Usage {
-        self.0.usage(None)
+        self.0.usage(u64::MAX)
     }
 }
 
 impl Caches {
     /// Returns the memory use of each cache. Walks over all pages: some milliseconds for a gigabyte in small folios.
     pub fn usage(&self) -> Vec<Usage> {
-        let mut at = self.inherited.load(Relaxed);
-        std::iter::from_fn(|| self.next_cache(&mut at)).map(|cache| cache.usage(None)).collect()
+        self.caches().map(|cache| cache.usage(u64::MAX)).collect()
     }
 
     /// Passes the memory use of each cache, of each idle pool and of spare index nodes to `show`, in about `most_ns`.
@@ -210,7 +207,7 @@ impl Caches {
                 show(Holder::IdlePool, &Usage::of_pool(self, pool, at))?;
                 continue;
             };
-            let usage = cache.usage(Some(each_ns));
+            let usage = cache.usage(each_ns);
             nodes += usage.index.saturating_sub(cache.files_bytes());
             is_partial |= usage.is_partial;
             show(Holder::Cache, &usage)?;
@@ -221,8 +218,7 @@ impl Caches {
 
     /// Returns the bytes of the file structures of all caches.
     pub(crate) fn files_bytes(&self) -> u64 {
-        let mut at = self.inherited.load(Relaxed);
-        std::iter::from_fn(|| self.next_cache(&mut at)).map(|cache| cache.files_bytes()).sum()
+        self.caches().map(|cache| cache.files_bytes()).sum()
     }
 }
 

@@ -292,9 +292,8 @@ impl Queue {
             let _ = self.waker();
         }
         if let Err(folio) = self.ring.read(id, offset, folio) {
-            // The ring is full. The page is requested again later.
-            let (file, index, token) = (folio.file().clone(), folio.index, folio.token);
-            self.pending.push_back(Pending::new(file, index, token));
+            // The ring is full.
+            self.request_later(&folio);
         }
         Ok(false)
     }
@@ -315,12 +314,16 @@ impl Queue {
     /// Publishes a folio that was read. Returns whether the page is in memory. Otherwise the page is requested again
     /// later.
     fn publish(&mut self, mut folio: Unpublished) -> Result<bool> {
-        let (file, index, token) = (folio.file().clone(), folio.index, folio.token);
         let is_present = folio.publish()?;
         if !is_present {
-            self.pending.push_back(Pending::new(file, index, token));
+            self.request_later(&folio);
         }
         Ok(is_present)
+    }
+
+    /// Requests the page of a folio again when the queue next checks its pending pages.
+    fn request_later(&mut self, folio: &Unpublished) {
+        self.pending.push_back(Pending::new(folio.file().clone(), folio.index, folio.token));
     }
 
     /// Checks the pages that other requests read, and requests those that are still missing. Submits their reads at

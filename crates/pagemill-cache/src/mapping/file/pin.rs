@@ -455,11 +455,8 @@ impl DerefMut for Exclusive<'_> {
 
 impl fmt::Debug for Exclusive<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { len_bytes, .. } = self;
-        f.debug_struct("Exclusive")
-            .field("offset", &self.offset())
-            .field("len_bytes", len_bytes)
-            .finish_non_exhaustive()
+        let mut text = f.debug_struct("Exclusive");
+        text.field("offset", &self.offset()).field("len_bytes", &self.len_bytes).finish_non_exhaustive()
     }
 }
 

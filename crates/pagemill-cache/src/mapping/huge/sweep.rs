@@ -50,7 +50,7 @@ const DENSE_STATE: u64 = 2 << 32;
 
 /// Position of the scan's clock hand, which passes over the chunks of all caches.
 #[derive(Clone, Copy, Default)]
-struct ClockHand {
+pub(crate) struct ClockHand {
     /// Index of the cache to visit next.
     cache: usize,
     /// Index of the chunk to visit next.
@@ -68,7 +68,7 @@ struct ClockHand {
 /// State of the scan for sparse huge folios: the clock hand, and the count of events that start it.
 #[derive(Default)]
 pub(crate) struct Sweep {
-    clock_hand: Guarded<ClockHand>,
+    pub clock_hand: Guarded<ClockHand>,
     /// Number of events so far that may have made a huge folio sparse.
     changes: AtomicU32,
     /// Whether the clock hand moves. If not, the next event in `changes` starts it.
@@ -131,14 +131,6 @@ impl Sweep {
         is_same
     }
 
-    pub fn acquire_for_fork(&self) {
-        self.clock_hand.acquire_when(|_| true);
-    }
-
-    pub fn release_after_fork(&self) {
-        self.clock_hand.release();
-    }
-
     pub fn begin_child(&self) {
         self.is_running.store(false, SeqCst);
         self.clock_hand.with(|clock_hand| *clock_hand = ClockHand::default());
@@ -157,12 +149,6 @@ pub(crate) fn run_due_step(caches: &'static Caches) -> Option<Duration> {
     if now < due_ns {
         return Some(Duration::from_nanos(due_ns - now));
     }
-    let was = sweep.clock_hand.with(|clock_hand| {
-        if (clock_hand.cache, clock_hand.chunk) == (0, 0) {
-            clock_hand.begun_ns = now;
-        }
-        *clock_hand
-    });
     let is_round_complete = step(caches, MAX_CHECKS_PER_STEP, MAX_VISITS_PER_STEP).is_round_complete;
     let mut rest_ns = STEP_INTERVAL_NS;
     if is_round_complete {
@@ -171,7 +157,7 @@ pub(crate) fn run_due_step(caches: &'static Caches) -> Option<Duration> {
         if !last.has_new_folio && sweep.stop_if_unchanged(&last) {
             return None;
         }
-        rest_ns = rest_ns.max((was.begun_ns + MIN_ROUND_NS).saturating_sub(now));
+        rest_ns = rest_ns.max((last.begun_ns + MIN_ROUND_NS).saturating_sub(now));
     }
     sweep.clock_hand.with(|clock_hand| clock_hand.due_ns = now + rest_ns);
     Some(Duration::from_nanos(rest_ns))
@@ -184,6 +170,7 @@ pub(crate) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
     let (mut result, mut checks, mut visits) = (SweepStep::default(), 0, 0);
     let mut clock_hand = sweep.clock_hand.with(|clock_hand| *clock_hand);
     if (clock_hand.cache, clock_hand.chunk) == (0, 0) {
+        clock_hand.begun_ns = coarse_ns();
         clock_hand.changes = sweep.changes.load(SeqCst);
         clock_hand.has_new_folio = false;
     }
@@ -210,7 +197,7 @@ pub(crate) fn step(caches: &'static Caches, most_checks: usize, most_visits: usi
             (clock_hand.cache, clock_hand.chunk) = (at + 1, 0);
         }
     }
-    sweep.clock_hand.with(|now| *now = ClockHand { due_ns: now.due_ns, begun_ns: now.begun_ns, ..clock_hand });
+    sweep.clock_hand.with(|now| *now = ClockHand { due_ns: now.due_ns, ..clock_hand });
     result
 }
 

@@ -43,7 +43,7 @@ pub(crate) struct Worker {
     is_started: AtomicBool,
     /// Whether the background thread must never be started. The program then does its work with calls of
     /// [`PageCache::collapse_waiting`](crate::mapping::PageCache::collapse_waiting) and similar methods.
-    is_thread_disabled: AtomicBool,
+    pub(crate) is_thread_disabled: AtomicBool,
     pub(crate) sweep: Sweep,
 }
 
@@ -126,18 +126,13 @@ impl Worker {
         made
     }
 
-    /// Prevents the start of the background thread from now on.
-    pub fn disable_threads(&self) {
-        self.is_thread_disabled.store(true, Relaxed);
-    }
-
     pub(crate) fn acquire_for_fork(&self) {
         self.queue.acquire_when(|_| true);
-        self.sweep.acquire_for_fork();
+        self.sweep.clock_hand.acquire_when(|_| true);
     }
 
     pub(crate) fn release_after_fork(&self) {
-        self.sweep.release_after_fork();
+        self.sweep.clock_hand.release();
         self.queue.release();
     }
 

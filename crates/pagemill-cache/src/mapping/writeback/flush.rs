@@ -377,7 +377,6 @@ impl Inner {
         loop {
             self.balance.is_woken.store(false, SeqCst);
             let (mut slice_bytes, mut next_ns) = (0, None);
-            let mut at = |ns: u64| next_ns = Some(next_ns.map_or(ns, |next: u64| next.min(ns)));
             for entry in self.dirty_files() {
                 let slice = callback::catch_panic(|| self.flush_file(&entry)).unwrap_or_else(|| {
                     if let Some(file) = entry.upgrade() {
@@ -386,7 +385,7 @@ impl Inner {
                     (0, Some(u64::MAX))
                 });
                 slice_bytes += slice.0;
-                slice.1.into_iter().for_each(&mut at);
+                next_ns = next_ns.into_iter().chain(slice.1).min();
             }
             written_bytes += slice_bytes;
             if slice_bytes == 0 {
@@ -484,14 +483,11 @@ impl thread::Work for Flusher {
 impl Caches {
     /// As [`Inner::flush`], for all caches.
     pub(crate) fn flush(&self) -> (u64, Option<u64>) {
-        let (mut at, mut written_bytes, mut next_ns) = (self.inherited.load(Relaxed), 0, None);
-        while let Some(cache) = self.next_cache(&mut at) {
+        let (mut written_bytes, mut next_ns) = (0, None);
+        for cache in self.caches() {
             let (bytes, ns) = cache.flush();
             written_bytes += bytes;
-            next_ns = match (next_ns, ns) {
-                (Some(next), Some(ns)) => Some(ns.min(next)),
-                (next, ns) => next.or(ns),
-            };
+            next_ns = next_ns.into_iter().chain(ns).min();
         }
         (written_bytes, next_ns)
     }
@@ -499,7 +495,6 @@ impl Caches {
     /// Returns whether no cache has a dirty folio.
     #[cfg(not(shuttle))]
     fn is_all_clean(&self) -> bool {
-        let mut at = self.inherited.load(Relaxed);
-        std::iter::from_fn(|| self.next_cache(&mut at)).all(|cache| cache.dirty_bytes() == 0)
+        self.caches().all(|cache| cache.dirty_bytes() == 0)
     }
 }

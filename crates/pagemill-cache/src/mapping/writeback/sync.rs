@@ -5,7 +5,7 @@
 //! its write, or if the store was still too long. The next attempt truncates the store and writes the folio again.
 
 use crate::folio::Owner;
-use crate::folio::word::State;
+use crate::mapping::index::Place;
 use crate::mapping::writeback::dirty::DIRTY;
 use crate::mapping::writeback::walk::{WalkPlan, WalkResult, WritebackReason};
 use crate::mapping::{File, Mapping, TimedWait};
@@ -87,8 +87,8 @@ impl Mapping {
 }
 
 /// The result of freezing a dirty folio: the index of the page behind the folio. If the folio was dirty and is frozen
-/// now, also its page index, its page number and its state.
-type FreezeOutcome = (u64, Option<(u64, u32, State)>);
+/// now, also its place.
+type FreezeOutcome = (u64, Option<Place>);
 
 /// The error of a call if the store completes no write within the timeout.
 const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };
@@ -303,14 +303,16 @@ impl File {
         loop {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return Some((index + 1, None)) };
-            let (number, first, end) = (hit.value() as u32, hit.first(), hit.found().last() + 1);
+            let (number, end) = (hit.value() as u32, hit.found().last() + 1);
             let word = self.pool.word(number);
             let seen = word.load();
             if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
                 return Some((end, None));
             }
             match word.freeze() {
-                Ok(state) if hit.is_still() && state.is_dirty() => return Some((end, Some((first, number, state)))),
+                Ok(state) if hit.is_still() && state.is_dirty() => {
+                    return Some((end, Some(Place { number, first: hit.first(), order: state.order() })));
+                }
                 Ok(_) => self.thaw(number),
                 Err(_) => return None,
             }
@@ -325,30 +327,30 @@ impl File {
             && let Some(found) = { self.tree.next_marked(at, end - 1, DIRTY, &epoch::pin()) }
         {
             at = found.last() + 1;
-            if let Some((_, Some((index, number, state)))) = self.try_freeze_dirty(found.first) {
-                if self.offset_of(index) < self.size_bytes() {
-                    return self.thaw(number);
+            if let Some((_, Some(place))) = self.try_freeze_dirty(found.first) {
+                if self.offset_of(place.first) < self.size_bytes() {
+                    return self.thaw(place.number);
                 }
-                self.thaw_behind_end(index, number, state);
+                self.thaw_behind_end(place);
             }
         }
     }
 
     /// Thaws a frozen folio that lies behind the end of the file, and makes it clean, because it needs no writeback.
-    pub(crate) fn thaw_behind_end(&self, index: u64, number: u32, state: State) {
-        self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
-        let is_live = self.pool.word(number).thaw_clean();
+    pub(crate) fn thaw_behind_end(&self, place: Place) {
+        self.tree.lock().clear_mark_of(place.first, u64::from(place.number), DIRTY);
+        let is_live = self.pool.word(place.number).thaw_clean();
         if is_live {
-            self.sub_dirty(self.cache.folio_bytes(state.order()));
+            self.sub_dirty(self.cache.folio_bytes(place.order));
         }
-        self.note_revived(number, is_live);
+        self.note_revived(place.number, is_live);
     }
 
-    /// Thaws folios (index, number, order) that were written to the store up to offset `end`. `length_version` is the
+    /// Thaws folios that were written to the store up to offset `end`. `length_version` is the
     /// value of `File::length_version` before the write. Returns whether the folios are clean.
-    pub(crate) fn note_written(
+    pub(crate) fn note_written<'run>(
         &self,
-        folios: impl Iterator<Item = (u64, u32, u8)> + Clone,
+        folios: impl Iterator<Item = &'run Place> + Clone,
         end: u64,
         length_version: u32,
     ) -> bool {
@@ -356,8 +358,8 @@ impl File {
         let is_clean = length_version & 1 == 0 && self.length_version.load(Relaxed) == length_version;
         if is_clean {
             self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
-            for (index, number, _) in folios.clone() {
-                writer.clear_mark_of(index, u64::from(number), DIRTY);
+            for place in folios.clone() {
+                writer.clear_mark_of(place.first, u64::from(place.number), DIRTY);
             }
         } else {
             // The bytes just written may lie behind the end of the file by now.
@@ -365,7 +367,7 @@ impl File {
         }
         drop(writer);
         let mut clean_bytes = 0;
-        for (_, number, order) in folios {
+        for &Place { number, order, .. } in folios {
             let word = self.pool.word(number);
             let is_live = if is_clean { word.thaw_clean() } else { word.thaw() };
             clean_bytes += if is_clean && is_live { self.cache.folio_bytes(order) } else { 0 };

@@ -10,8 +10,9 @@
 //! frozen folio waits for its run only.
 #![allow(unsafe_code)] // references to the bytes of frozen folios
 
-use crate::folio::word::{Kind, State};
+use crate::folio::word::Kind;
 use crate::mapping::File;
+use crate::mapping::index::Place;
 use crate::mapping::writeback::dirty::DIRTY;
 use crate::mapping::writeback::sync::failed;
 use pagemill_core::epoch;
@@ -103,12 +104,6 @@ pub(crate) struct WalkResult {
     pub failure: Option<Error>,
 }
 
-/// A folio of a run: its first page and its order.
-struct RunFolio {
-    number: u32,
-    order: u8,
-}
-
 /// One walk over the dirty folios of a file.
 struct WalkState {
     file: Arc<File>,
@@ -150,7 +145,7 @@ impl WalkState {
 
     /// Records that a run of `bytes` bytes is in flight.
     fn begin(&self, bytes: u64) {
-        self.file.note_in_flight();
+        self.file.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
         stats::add(Counter::CacheWriteback, bytes);
         let mut state = self.state();
         state.runs += 1;
@@ -179,7 +174,10 @@ impl WalkState {
         }
         let is_awaited = state.is_below(state.awaited);
         drop(state);
-        self.file.note_run_ended();
+        if let Some(dirty) = &self.file.dirty {
+            let runs = dirty.in_flight.fetch_sub(1, SeqCst);
+            debug_assert!(runs > 0, "the run was in flight");
+        }
         if is_awaited {
             self.changed.notify_all();
         }
@@ -213,8 +211,8 @@ impl WalkState {
 /// 2. `copy`, if there is one, is never changed.
 struct WriteRun {
     walk_state: Arc<WalkState>,
-    first: RunFolio,
-    others: Vec<RunFolio>,
+    first: Place,
+    others: Vec<Place>,
     /// The bytes of the file that the run writes.
     bytes: Range<u64>,
     /// Whether the folios are contiguous in memory, in the order of the file.
@@ -233,24 +231,14 @@ impl WriteRun {
     }
 
     /// Returns the folios of the run, in the order of the file.
-    fn run_folios(&self) -> impl Iterator<Item = &RunFolio> + Clone {
+    fn folios(&self) -> impl Iterator<Item = &Place> + Clone {
         std::iter::once(&self.first).chain(&self.others)
-    }
-
-    /// Returns for each folio of the run its page index, page number and order.
-    fn folios(&self) -> impl Iterator<Item = (u64, u32, u8)> + Clone {
-        let first = self.walk_state.file.index_of(self.bytes.start);
-        self.run_folios().scan(first, |index, folio| {
-            let at = *index;
-            *index += 1 << folio.order;
-            Some((at, folio.number, folio.order))
-        })
     }
 
     /// Adds a folio to the run if the folio directly follows the run in the file and the run is not too long. A long
     /// run of contiguous memory does not get a folio from elsewhere, because the run would then have to be copied.
     /// Returns whether the folio was added.
-    fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
+    fn append(&mut self, folio: Place, bytes: &Range<u64>) -> bool {
         let pool = self.walk_state.file.pool;
         let is_next = pool.addr(self.first.number) + self.len_bytes() as usize == pool.addr(folio.number);
         let stays_contiguous = self.is_contiguous && is_next;
@@ -260,7 +248,7 @@ impl WriteRun {
             return false;
         }
         self.is_contiguous = stays_contiguous;
-        self.others.push(RunFolio { ..*folio });
+        self.others.push(folio);
         self.bytes.end = bytes.end;
         true
     }
@@ -273,7 +261,7 @@ impl WriteRun {
         let file = &self.walk_state.file;
         let mut copy = Aligned::new(self.len_bytes() as usize, file.page_bytes());
         let mut rest = &mut copy[..];
-        for folio in self.run_folios() {
+        for folio in self.folios() {
             let len = rest.len().min(file.cache.folio_bytes(folio.order) as usize);
             let (here, behind) = rest.split_at_mut(len);
             debug_assert_eq!(file.pool.word(folio.number).load().kind(), Kind::Frozen);
@@ -309,7 +297,7 @@ impl WriteRun {
         if is_written {
             return file.note_written(self.folios(), self.bytes.end, self.length_version);
         }
-        self.run_folios().for_each(|folio| file.thaw(folio.number));
+        self.folios().for_each(|folio| file.thaw(folio.number));
         false
     }
 }
@@ -342,32 +330,30 @@ struct PendingRuns<'store> {
 impl PendingRuns<'_> {
     /// Adds a frozen folio that lies behind all folios added before. Returns the number of its bytes that must be
     /// written.
-    fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
+    fn push(&mut self, folio: Place, size_bytes: u64) -> u64 {
         let file = &self.walk_state.file;
-        debug_assert!(file.pool.word(number).load().kind() == Kind::Frozen, "only frozen folios are written");
-        debug_assert!(index.is_multiple_of(1 << state.order()), "folios are aligned");
-        let (folio, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
+        debug_assert!(file.pool.word(folio.number).load().kind() == Kind::Frozen, "only frozen folios are written");
+        debug_assert!(folio.first.is_multiple_of(1 << folio.order), "folios are aligned");
+        let begin = file.offset_of(folio.first);
         let bytes = begin..(begin + file.cache.folio_bytes(folio.order)).min(size_bytes);
         if bytes.is_empty() {
             // The folio lies behind the end of the file: it is about to be removed, or is the zeroed rest of a folio
             // that could not be split.
-            file.thaw_behind_end(index, number, state);
+            file.thaw_behind_end(folio);
             return 0;
         }
         let len_bytes = bytes.end - bytes.start;
         self.bytes += len_bytes;
-        if !self.runs.last_mut().is_some_and(|run| run.append(&folio, &bytes)) {
-            let (walk_state, length_version) = (self.walk_state.clone(), file.length_version.load(Relaxed));
-            let is_complete = AtomicBool::new(false);
+        if !self.runs.last_mut().is_some_and(|run| run.append(folio, &bytes)) {
             let run = WriteRun {
-                walk_state,
+                walk_state: self.walk_state.clone(),
                 first: folio,
                 others: Vec::new(),
                 bytes,
                 is_contiguous: true,
                 copy: None,
-                length_version,
-                is_complete,
+                length_version: file.length_version.load(Relaxed),
+                is_complete: AtomicBool::new(false),
             };
             self.runs.push(run);
         }
@@ -451,9 +437,7 @@ impl File {
                     }
                 }
             };
-            if let Some((index, number, state)) = dirty {
-                found_bytes += pending.push(index, number, state, self.size_bytes());
-            }
+            found_bytes += dirty.map_or(0, |folio| pending.push(folio, self.size_bytes()));
             at = end;
             if pending.is_full() {
                 pending.start();
@@ -469,18 +453,5 @@ impl File {
             }
         }
         busy.map_or(Ok((None, is_clean)), Err)
-    }
-
-    /// Increments the number of the file's runs in flight.
-    fn note_in_flight(&self) {
-        self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
-    }
-
-    /// Decrements the number of the file's runs in flight.
-    fn note_run_ended(&self) {
-        if let Some(dirty) = &self.dirty {
-            let runs = dirty.in_flight.fetch_sub(1, SeqCst);
-            debug_assert!(runs > 0, "the run was in flight");
-        }
     }
 }
