@@ -38,7 +38,7 @@ impl File {
         let state = frame.word.pin().ok()?;
         // A pinned folio keeps its owner.
         if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
-            if self.note_used(frame) {
+            if self.store.is_some() && frame.word.note_use() {
                 self.note_first_use(frame, self.offset_of(index), 1);
             }
             let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
@@ -61,10 +61,13 @@ impl File {
         frame.is_of(Owner { id: self.id, index: first })
     }
 
-    /// Records a use for eviction. Returns whether the folio was read ahead, and this is its first use.
-    #[inline]
-    pub(crate) fn note_used(&self, frame: &Frame) -> bool {
-        self.store.is_some() && frame.word.note_use()
+    /// Records a use of a folio for eviction, by an access to bytes of it. The first use of a folio that was read ahead
+    /// may start further readahead.
+    #[inline(always)] // a call would cost each hit more than the check itself
+    pub(crate) fn note_use(&self, frame: &Frame, offset: u64, len_bytes: usize) {
+        if self.store.is_some() && frame.word.note_use() {
+            self.note_first_use(frame, offset, len_bytes);
+        }
     }
 
     /// As [`File::pin_page`], but holds an epoch guard during the lookup, and waits for a held or frozen folio.

@@ -95,9 +95,7 @@ impl File {
         // A pinned folio keeps its owner.
         let (owner, index) = (frame.owner(), self.index_of(offset));
         if owner.id == self.id && index.wrapping_sub(owner.index) >> state.order() == 0 {
-            if self.note_used(frame) {
-                self.note_first_use(frame, offset, 1);
-            }
+            self.note_use(frame, offset, 1);
             let place = Place { number: hint.number, first: owner.index, order: state.order() };
             return Some(self.guard(place, frame, offset));
         }
@@ -125,15 +123,12 @@ impl File {
         if to.len() > self.cache.folio_bytes(seen.order()) as usize - at {
             return false;
         }
-        self.pool.copy_out(hint.number, at, to);
-        // Unchanged: the folio had the same owner during the whole copy.
-        if !frame.word.is_unchanged(seen) {
-            self.wipe(to);
-            return false;
+        let is_valid = self.try_copy(hint.number, frame, seen, at, to);
+        if is_valid {
+            self.note_use(frame, offset, to.len())
+        } else {
+            self.wipe(to)
         }
-        if self.note_used(frame) {
-            self.note_first_use(frame, offset, to.len());
-        }
-        true
+        is_valid
     }
 }

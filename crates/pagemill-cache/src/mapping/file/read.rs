@@ -1,5 +1,7 @@
 //! Reading: copies bytes out of folios, without a lock or a pin.
 
+use crate::folio::Frame;
+use crate::folio::word::State;
 use crate::mapping::policy::{Ask, Cause, Choice};
 use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping, TimedWait, in_pieces, one_by_one};
@@ -53,17 +55,22 @@ impl File {
             let seen = frame.word.load();
             if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
-                self.pool.copy_out(number, at, &mut to[..len]);
-                // Unchanged: the folio had the same owner during the whole copy.
-                if frame.word.is_unchanged(seen) {
-                    if self.note_used(frame) {
-                        self.note_first_use(frame, offset, to.len());
-                    }
+                if self.try_copy(number, frame, seen, at, &mut to[..len]) {
+                    self.note_use(frame, offset, to.len());
                     return Ok(len);
                 }
             }
         }
         self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
+    }
+
+    /// Fills `to` with the bytes at offset `at` of a folio that needs no pin. Returns false if the folio may have changed
+    /// since its state was `seen`; `to` may then have bytes of another file.
+    #[inline(always)] // a call would cost a fast read ten instructions
+    pub fn try_copy(&self, number: u32, frame: &Frame, seen: State, at: usize, to: &mut [u8]) -> bool {
+        self.pool.copy_out(number, at, to);
+        // Unchanged: the folio had the same owner during the whole copy.
+        frame.word.is_unchanged(seen)
     }
 
     /// Zeroes a buffer after a read that failed, or whose copy was not valid. The folio may have been reused during the
@@ -79,20 +86,20 @@ impl File {
     /// change.
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
-        let (pool, index) = (self.pool, self.index_of(offset));
+        let index = self.index_of(offset);
         let mut timed_wait = TimedWait::new();
         loop {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else {
                 drop(guard);
-                match self.read_hole(to, offset)? {
-                    Some(bytes) => return Ok(bytes),
-                    None => continue,
+                if let Some(bytes) = self.read_hole(to, offset)? {
+                    return Ok(bytes);
                 }
+                continue;
             };
             let number = hit.value() as u32;
-            let word = pool.word(number);
-            let seen = word.load();
+            let frame = self.pool.frame(number);
+            let seen = frame.word.load();
             if !hit.is_still() {
                 continue;
             }
@@ -107,11 +114,8 @@ impl File {
             drop(guard);
             let at = (offset - self.offset_of(found.first)) as usize;
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
-            pool.copy_out(number, at, &mut to[..len]);
-            if word.is_unchanged(seen) {
-                if self.note_used(pool.frame(number)) {
-                    self.note_first_use(pool.frame(number), offset, to.len());
-                }
+            if self.try_copy(number, frame, seen, at, &mut to[..len]) {
+                self.note_use(frame, offset, to.len());
                 return Ok(len);
             }
         }
