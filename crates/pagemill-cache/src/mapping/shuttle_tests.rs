@@ -304,6 +304,38 @@ fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
     });
 }
 
+/// Small folios are collapsed while another thread writes to the huge folio by a hint of an earlier folio of the same
+/// pages. A read through the index must find the written bytes.
+#[test]
+fn a_collapsed_folio_is_pinned_only_in_the_index() {
+    run_in_many_schedules(RARE_RACE_FACTOR, || {
+        let cache = cache_with_ample_room();
+        let file = Arc::new(cache.create().unwrap());
+        assert_eq!(file.write_at(&[1; 2 * PAGE], 0).unwrap(), 2 * PAGE);
+        let (mut hint, mut bytes) = (FolioHint::default(), [0; SAMPLE_BYTES]);
+        // Moves the folio to other pages and back: the next collapse uses the pages of the hint.
+        for _ in 0..2 {
+            file.collapse(0).unwrap();
+            if hint == FolioHint::default() {
+                file.read_at_hinted(&mut hint, &mut bytes, 0).unwrap();
+            }
+            assert!(file.split(0).unwrap());
+        }
+        let (other, old_hint) = (file.clone(), hint);
+        let collapser = shuttle::thread::spawn(move || other.collapse(0).is_ok_and(|is_huge| is_huge));
+        if let Ok(pin) = file.pin_hinted(&mut hint, 0) {
+            pin.write_at(&[2; SAMPLE_BYTES], 0).unwrap();
+            drop(pin);
+            file.read_at(&mut bytes, 0).unwrap();
+            assert_eq!(bytes, [2; SAMPLE_BYTES], "the write went to a folio that was not in the index");
+        }
+        if collapser.join().unwrap() {
+            drop(file.pin_hinted(&mut hint, 0).unwrap());
+            assert_eq!(hint, old_hint, "the huge folio has the pages of the hint");
+        }
+    });
+}
+
 /// Operation of [`TestFile::run_operation`]: a write. The next constants are the other operations.
 const WRITE: usize = 0;
 const READ: usize = 1;

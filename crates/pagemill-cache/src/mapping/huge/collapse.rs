@@ -117,8 +117,9 @@ impl File {
             self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
         }
         debug_assert!(word.load().kind() == word::Kind::Busy, "the new folio is in no file yet");
-        word.publish(order, !self.cache.may_split, is_dirty);
+        // Made live last: a hint must not find a folio that is not in the index. A thread that finds it there waits.
         writer.join(first, u32::from(order), u64::from(number), &mut stock);
+        word.publish(order, !self.cache.may_split, is_dirty);
         if self.store.is_some() {
             self.cache.order.join(folios.present(), number, order);
         }
