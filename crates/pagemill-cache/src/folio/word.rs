@@ -431,7 +431,7 @@ impl Word {
         self.renew(Kind::Free, order, bit_if(ZERO_BIT, is_zero));
     }
 
-    /// Removes a folio from its file, where it is no longer reachable. Clears the dirty bit, because the bytes need no
+    /// Removes a folio from its file. The caller holds the lock of the file's index. Clears the dirty bit, because the bytes need no
     /// writeback any more.
     pub fn remove_from_file(&self) -> Removal {
         loop {

@@ -126,37 +126,38 @@ impl File {
     pub(crate) fn remove_pages(&self, first: u64, last: u64) -> u64 {
         /// Maximum number of folios that are removed in one acquisition of the index's lock.
         const BATCH: usize = 256;
-        let mut removed = 0;
-        let mut from = first;
-        loop {
-            let (mut numbers, mut count, mut next) = ([(0, 0); BATCH], 0, None);
+        let (mut from, mut removed_bytes, mut is_complete) = (first, 0, false);
+        while !is_complete {
+            let (mut freed, mut count, mut dirty_bytes) = ([(0, 0); BATCH], 0, 0);
             let mut writer = self.tree.lock();
             self.note_revoked();
-            while count < BATCH && from <= last {
-                let Some(found) = writer.next(from, last) else { break };
-                if found.first >= first && found.last() <= last {
-                    writer.erase(found.first);
-                    numbers[count] = (found.value as u32, found.order as u8);
-                    count += 1;
-                }
+            for _ in 0..BATCH {
+                let Some(found) = (from <= last).then(|| writer.next(from, last)).flatten() else {
+                    is_complete = true;
+                    break;
+                };
                 from = found.last() + 1;
-                next = Some(from);
+                if found.first < first || found.last() > last {
+                    continue;
+                }
+                // If the folio is being split, the order in its word is outdated, unlike that of the index.
+                let (number, bytes) = (found.value as u32, self.cache.folio_bytes(found.order as u8));
+                // Before the index loses the folio: a hint must not find a live folio that is not in the index.
+                let left = self.pool.word(number).remove_from_file();
+                writer.erase(found.first);
+                dirty_bytes += if left.was_dirty { bytes } else { 0 };
+                if left.must_be_freed {
+                    freed[count] = (number, found.order as u8);
+                    count += 1;
+                    removed_bytes += bytes;
+                }
             }
             drop(writer);
-            // If a folio is split meanwhile, the order in its word is outdated, unlike that of the index.
-            let mut dirty_bytes = 0;
-            for (number, order) in numbers[..count].iter().copied() {
-                let left = self.pool.word(number).remove_from_file();
-                dirty_bytes += if left.was_dirty { self.cache.folio_bytes(order) } else { 0 };
-                if left.must_be_freed {
-                    self.cache.free(number, order);
-                    removed += self.cache.folio_bytes(order);
-                }
-            }
             self.sub_dirty(dirty_bytes);
-            if next.is_none() || count < BATCH {
-                return removed;
+            if count > 0 {
+                self.cache.free_several(freed[..count].iter().copied());
             }
         }
+        removed_bytes
     }
 }

@@ -304,6 +304,27 @@ fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
     });
 }
 
+/// Pages are removed while another thread reads one of them. Once a read through the index has found the hole, a read by
+/// a hint must not find the old bytes.
+#[test]
+fn a_hint_finds_no_removed_page() {
+    run_in_many_schedules(RARE_RACE_FACTOR, || {
+        let cache = cache_with_ample_room();
+        let file = Arc::new(cache.create().unwrap());
+        assert_eq!(file.write_at(&[1; 2 * PAGE], 0).unwrap(), 2 * PAGE);
+        let (mut hint, mut bytes) = (FolioHint::default(), [0; SAMPLE_BYTES]);
+        file.read_at_hinted(&mut hint, &mut bytes, 0).unwrap();
+        let other = file.clone();
+        let remover = shuttle::thread::spawn(move || _ = other.punch_hole(0, 2 * PAGE as u64).unwrap());
+        file.read_at(&mut bytes, 0).unwrap();
+        if bytes[0] == 0 {
+            file.read_at_hinted(&mut hint, &mut bytes, 0).unwrap();
+            assert_eq!(bytes, [0; SAMPLE_BYTES], "the page was removed before");
+        }
+        remover.join().unwrap();
+    });
+}
+
 /// Small folios are collapsed while another thread writes to the huge folio by a hint of an earlier folio of the same
 /// pages. A read through the index must find the written bytes.
 #[test]

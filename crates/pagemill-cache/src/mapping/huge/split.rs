@@ -56,7 +56,7 @@ impl File {
             self.pool.word(page_number).assign_frozen(frozen.is_dirty());
         }
         let mut writer = self.tree.lock();
-        // A concurrent removal takes the entry out of the index first, and then waits for the folio's word.
+        // A concurrent removal may have taken the entry out of the index; this thread then frees the folio.
         let is_in_index = writer.get(hit.first()).is_some_and(|found| found.value == u64::from(number));
         if is_in_index {
             writer.split(hit.first(), 0, &mut stock, |index| u64::from(number) + (index - hit.first()));
