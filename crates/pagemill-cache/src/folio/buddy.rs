@@ -239,13 +239,15 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
         /// After random allocations and frees no page may be allocated twice, and every run must be aligned to its
-        /// length. After everything is freed all chunks must be completely free.
+        /// length. A run that is reported as zero must consist of pages that were zero when they were freed. After
+        /// everything is freed all chunks must be completely free.
         #[test]
         fn runs_never_overlap_and_merge_when_freed(steps in prop::collection::vec((0..=MAX_ORDER, any::<prop::sample::Index>()), 1..300)) {
             let frames = frames();
             let mut buddies = Buddies::new(MAX_ORDER, leases());
             (0..CHUNKS).for_each(|chunk| buddies.free(&frames, chunk << MAX_ORDER, MAX_ORDER, true));
             let mut used = vec![false; (CHUNKS << MAX_ORDER) as usize];
+            let mut zero = vec![true; used.len()];
             let mut taken: Vec<(u32, u8)> = Vec::new();
             for (order, which) in steps {
                 match buddies.allocate(&frames, order) {
@@ -253,12 +255,13 @@ mod tests {
                         prop_assert_eq!(number % (1 << order), 0);
                         let run = number as usize..(number + (1 << order)) as usize;
                         prop_assert!(used[run.clone()].iter().all(|used| !used));
-                        prop_assert!(is_zero || taken.len() < 40);
+                        prop_assert!(!is_zero || zero[run.clone()].iter().all(|zero| *zero));
                         used[run].fill(true);
                         taken.push((number, order));
                     }
                     other => {
                         if let Some((number, _)) = other {
+                            zero[number as usize..(number + (1 << order)) as usize].fill(false);
                             buddies.free(&frames, number, order, false);
                         } else {
                             // The allocation failed, so no aligned run of that length is free.
@@ -267,8 +270,10 @@ mod tests {
                         }
                         if !taken.is_empty() {
                             let (number, order) = taken.swap_remove(which.index(taken.len()));
-                            used[number as usize..(number + (1 << order)) as usize].fill(false);
-                            buddies.free(&frames, number, order, false);
+                            let (run, is_zero) = (number as usize..(number + (1 << order)) as usize, which.index(2) == 0);
+                            used[run.clone()].fill(false);
+                            zero[run].fill(is_zero);
+                            buddies.free(&frames, number, order, is_zero);
                         }
                     }
                 }
