@@ -32,7 +32,7 @@ const SHARDS: usize = 16;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Name of the operation in the error of a thread that waited too long for a read.
-pub(crate) const WAITING_FOR_PAGE: &str = "waiting for a page of a file";
+const WAITING_FOR_PAGE: &str = "waiting for a page of a file";
 
 /// The in-flight reads of a cache.
 #[derive(Default)]

@@ -5,7 +5,7 @@
 
 use crate::mapping::drivers::readahead::SHARE_DIVISOR;
 use crate::mapping::inflight::Completion;
-use crate::mapping::request::Purpose;
+use crate::mapping::request::{Purpose, READING};
 use crate::mapping::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use std::ops::Range;
@@ -159,7 +159,7 @@ impl File {
         let is_one = pages == first;
         match self.bring_together(pages).await {
             // Perhaps only one of the other pages cannot be read.
-            Err(Error::Store { .. }) if !is_one => self.bring_together(first).await,
+            Err(Error::Store { doing: READING, .. }) if !is_one => self.bring_together(first).await,
             result => result,
         }
     }
