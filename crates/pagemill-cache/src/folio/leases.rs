@@ -71,8 +71,8 @@ impl LeaseSlot {
 /// The leases of one pool, by slot.
 pub(super) struct Leases {
     slots: Table<AtomicU64>,
-    /// Number of chunks per slot, up to 32.
-    chunks: u32,
+    /// Number of chunks per slot, up to 32. The first slot begins with chunk 0.
+    pub chunks: u32,
 }
 
 impl Leases {
@@ -80,11 +80,6 @@ impl Leases {
     pub fn new(max_chunks: usize, chunk_bytes: usize) -> Result<Self> {
         let chunks = (SLOT_BYTES / chunk_bytes).clamp(1, u32::BITS as usize);
         Ok(Self { slots: Table::new(max_chunks.div_ceil(chunks))?, chunks: chunks as u32 })
-    }
-
-    /// Returns the number of chunks per slot. The first slot begins with chunk 0.
-    pub fn chunks(&self) -> u32 {
-        self.chunks
     }
 
     /// Commits the memory for the state of the slot that begins with `chunk`. Does nothing if `chunk` is not the first

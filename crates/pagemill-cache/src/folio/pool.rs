@@ -11,7 +11,6 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
-use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
@@ -238,26 +237,10 @@ impl Pool {
             .then(|| unsafe { self.frames.get_unchecked(number as usize) })
     }
 
-    /// Prefetches into the CPU cache the line at offset `at` of a folio that is about to be read.
-    #[inline]
-    pub fn prefetch_bytes(&self, number: u32, at: usize) {
-        mem::prefetch(self.addr(number) + at);
-    }
-
-    /// Prefetches into the CPU cache the frame of page `number`.
-    #[inline]
-    pub fn prefetch_frame(&self, number: u32) {
-        mem::prefetch(std::ptr::from_ref(self.frame(number)) as usize);
-    }
-
     /// Returns the state word of page `number`.
     #[inline]
     pub fn word(&self, number: u32) -> &Word {
         &self.frame(number).word
-    }
-
-    pub fn owner(&self, number: u32) -> Owner {
-        self.frame(number).owner()
     }
 
     /// Sets the owner of the folio that begins at page `number`. The caller must have exclusive access to the folio.
@@ -487,7 +470,7 @@ impl Pool {
     /// Returns the size of the slots into which the address range is divided for leases ([`super::leases`]). The first
     /// slot begins where the pool's address range begins.
     pub fn lease_bytes(&self) -> usize {
-        self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
+        self.state.with(|state| state.buddies.leases.chunks as usize) * self.chunk_bytes
     }
 
     /// Returns whether reclaim has requested that rings end their leases of free chunks.
@@ -609,13 +592,12 @@ impl Pool {
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
 
-    /// Copies `pages` pages from page number `from` on to page number `to` and up. The bytes to copy must not change
-    /// meanwhile, and the caller must own the target pages exclusively.
-    pub fn copy_pages(&self, to: u32, from: u32, pages: u32) {
-        let len_bytes = (pages as usize) << self.page_shift;
+    /// Copies page number `from` to page number `to`. The bytes to copy must not change meanwhile, and the caller must
+    /// own the target page exclusively.
+    pub fn copy_page(&self, to: u32, from: u32) {
         // SAFETY: mapped by invariant 1. The target belongs to the caller. Source and target are separate folios, so
         // they do not overlap.
-        unsafe { bytes::copy(self.addr(to) as *mut u8, self.addr(from) as *const u8, len_bytes) };
+        unsafe { bytes::copy(self.addr(to) as *mut u8, self.addr(from) as *const u8, self.page.bytes()) };
     }
 
     /// Returns whether all bytes of a page are zero.

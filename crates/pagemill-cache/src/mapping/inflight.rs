@@ -92,14 +92,10 @@ pub(crate) struct Conflict {
 /// A guard of a registered request: completes the request when dropped.
 pub(crate) struct InflightGuard<'cache> {
     cache: &'cache Inner,
-    id: RequestId,
+    pub id: RequestId,
 }
 
 impl InflightGuard<'_> {
-    pub fn id(&self) -> RequestId {
-        self.id
-    }
-
     /// Returns the id of the request, which the caller must complete.
     pub fn into_id(self) -> RequestId {
         ManuallyDrop::new(self).id

@@ -68,7 +68,7 @@ use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed,
 use pagemill_core::trace::{self, Event};
 use pagemill_store::Store;
 use pagemill_sys::clock;
-use pagemill_xarray::{Forest, Node, XArray};
+use pagemill_xarray::{Forest, XArray};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 use std::sync::{Arc, Weak};
@@ -164,10 +164,6 @@ pub(crate) struct File {
 pub struct Mapping(Arc<File>, AtomicU32);
 
 impl Mapping {
-    fn new(file: Arc<File>) -> Self {
-        Self(file, AtomicU32::new(0))
-    }
-
     /// Returns the length of the file in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.0.size_bytes()
@@ -208,11 +204,6 @@ impl Drop for Mapping {
 }
 
 impl File {
-    /// Returns the bytes of the nodes of the file's index.
-    fn node_bytes(&self) -> u64 {
-        u64::from(self.tree.node_count()) * size_of::<Node>() as u64
-    }
-
     /// Records a trace event about a folio of 2^`order` pages at `index`.
     fn trace(&self, event: Event, index: u64, order: u8) {
         let cache = u64::from(self.cache.number);

@@ -143,7 +143,7 @@ impl Memory {
 ///
 /// The pages from `published` on are allocated, and only this value frees them.
 pub(crate) struct Unpublished<F: Deref<Target = File> = Arc<File>> {
-    file: F,
+    pub file: F,
     /// `None` for a file without a store, and for a write that is not complete yet.
     request: Option<RequestId>,
     is_cancellable: bool,
@@ -210,7 +210,7 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         if let Some(first) = present {
             if is_huge || first <= index {
                 // If only other pages of a huge span are in memory, the next attempt chooses a small folio.
-                let own = Conflict { id: guard.id(), pages: (span.start, span.end - 1) };
+                let own = Conflict { id: guard.id, pages: (span.start, span.end - 1) };
                 drop(guard);
                 return Ok(if file.has_page(index) { Reserved::Present } else { Reserved::InFlight(own) });
             }
@@ -277,10 +277,6 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             index: first,
             token: 0,
         }
-    }
-
-    pub fn file(&self) -> &F {
-        &self.file
     }
 
     /// Returns the page number of the first page.

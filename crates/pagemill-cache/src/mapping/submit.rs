@@ -46,18 +46,7 @@ impl AsyncReads {
 }
 
 /// The error of a read, for the thread that submitted it.
-#[derive(Default)]
-pub(crate) struct ReadError(Guarded<Option<Error>>);
-
-impl ReadError {
-    fn set(&self, error: Error) {
-        self.0.with(|place| *place = Some(error));
-    }
-
-    pub fn take(&self) -> Result<()> {
-        self.0.with(Option::take).map_or(Ok(()), Err)
-    }
-}
+pub(crate) type ReadError = Guarded<Option<Error>>;
 
 impl File {
     /// Submits the read of the first of some missing pages, and of following ones of the same transfer. Returns the
@@ -130,7 +119,7 @@ fn complete(mut folio: Unpublished, result: io::Result<()>, error: Option<&ReadE
         stats::add(Counter::ReadAhead, folio.total_bytes() as u64);
     }
     if let (Err(cause), Some(error)) = (published, error) {
-        error.set(cause);
+        error.with(|place| *place = Some(cause));
     }
     drop(folio);
 }

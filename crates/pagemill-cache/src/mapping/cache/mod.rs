@@ -646,7 +646,7 @@ impl PageCache {
         }
         let file = self.0.add_file(|id| File::new(self.0.clone(), id, store, size_bytes))?;
         self.0.stored_files.fetch_add(u32::from(has_store), Relaxed);
-        let file = Mapping::new(file);
+        let file = Mapping(file, AtomicU32::new(0));
         file.0.check_size(size_bytes)?;
         Ok(file)
     }

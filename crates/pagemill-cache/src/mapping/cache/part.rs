@@ -10,6 +10,7 @@ use pagemill_core::instance::{Instance, Part, PartOfProcess, Product};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
 use pagemill_slab::Slabs;
+use std::sync::atomic::Ordering::SeqCst;
 
 impl Caches {
     /// Creates an empty list of caches as a part of `instance`: reclaim, reports and commands of other processes reach
@@ -75,6 +76,6 @@ impl Part for Caches {
         unsafe { epoch::begin_child() };
         self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();
-        self.flusher.begin_child();
+        self.flusher.is_running.store(false, SeqCst);
     }
 }

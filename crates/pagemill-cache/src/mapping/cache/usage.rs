@@ -10,6 +10,7 @@ use crate::mapping::cache::{Caches, Inner, PageCache};
 use crate::mapping::writeback::dirty::Dirty;
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
+use pagemill_xarray::Node;
 use std::sync::{Arc, Weak};
 
 /// The kind of owner of the memory that a [`Usage`] describes.
@@ -154,7 +155,7 @@ impl Inner {
         let (mut id, mut bytes, mut deadline) = (0, 0, Deadline::after(most_ns));
         // Takes one file at a time, without a lock: dropping the last reference to a file may drop its store.
         while let Some(file) = self.next_file(&mut id) {
-            bytes += file.node_bytes();
+            bytes += u64::from(file.tree.node_count()) * size_of::<Node>() as u64;
             if deadline.is_over() {
                 return (bytes, false);
             }

@@ -45,7 +45,7 @@ impl File {
         let deadline = self.deadline();
         let Some((id, error)) = file.submit(pages, purpose)? else { return Ok(()) };
         self.wait_for(id, deadline)?;
-        error.map_or(Ok(()), |error| error.take())
+        error.and_then(|error| error.with(Option::take)).map_or(Ok(()), Err)
     }
 }
 

@@ -16,7 +16,8 @@ type Completed = (Unpublished, io::Result<()>);
 pub(crate) struct Completions {
     shared: Arc<Shared>,
     cancel: Cancel,
-    in_flight: usize,
+    /// Number of reads that were submitted and not taken.
+    pub in_flight: usize,
 }
 
 /// The part that the stores' threads use.
@@ -40,11 +41,6 @@ impl Completions {
         let transfer = Transfer::read(folio.offset(), folio, move |result, folio| shared.complete(folio, result));
         self.in_flight += 1;
         store.start(vec![transfer.with_cancel(&self.cancel)]);
-    }
-
-    /// Returns the number of reads that were submitted and not taken.
-    pub fn in_flight(&self) -> usize {
-        self.in_flight
     }
 
     /// Takes all reads that have completed since the last call.

@@ -167,7 +167,7 @@ impl File {
     async fn bring_together(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let Some((id, error)) = self.submit(pages, Purpose::Read)? else { return Ok(()) };
         Completion::new(&self.cache.inflight, id).await;
-        error.map_or(Ok(()), |error| error.take())
+        error.and_then(|error| error.with(Option::take)).map_or(Ok(()), Err)
     }
 
     /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.

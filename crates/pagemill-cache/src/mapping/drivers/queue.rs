@@ -166,7 +166,7 @@ impl Queue {
 
     /// Returns the number of the queue's own reads that have not been taken from the ring or the stores.
     fn in_flight(&self) -> usize {
-        self.ring.in_flight() + self.completions.as_ref().map_or(0, Completions::in_flight)
+        self.ring.in_flight() + self.completions.as_ref().map_or(0, |completions| completions.in_flight)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -270,7 +270,7 @@ impl Queue {
 
     /// Submits the read of a folio. Returns whether the page is in memory already.
     fn submit(&mut self, mut folio: Unpublished) -> Result<bool> {
-        let (file, offset) = (folio.file().clone(), folio.offset());
+        let (file, offset) = (folio.file.clone(), folio.offset());
         let Some(store) = file.store.as_ref().filter(|_| folio.needs_store()) else {
             return self.publish(folio);
         };
@@ -323,7 +323,7 @@ impl Queue {
 
     /// Requests the page of a folio again when the queue next checks its pending pages.
     fn request_later(&mut self, folio: &Unpublished) {
-        self.pending.push_back(Pending::new(folio.file().clone(), folio.index, folio.token));
+        self.pending.push_back(Pending::new(folio.file.clone(), folio.index, folio.token));
     }
 
     /// Checks the pages that other requests read, and requests those that are still missing. Submits their reads at

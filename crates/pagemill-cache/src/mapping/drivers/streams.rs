@@ -84,18 +84,19 @@ impl Rules {
 }
 
 /// Direction in which the accesses of a stream proceed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Direction {
     Forward,
     Backward,
     /// Each access begins at this distance in bytes from the previous one. The distance is larger than a page.
     Stride(i64),
     /// The stream has only one access so far.
+    #[default]
     Unknown,
 }
 
-/// A stream, or an access that may become one.
-#[derive(Clone, Copy, Debug)]
+/// A stream, or an access that may become one. The default is an unused table entry.
+#[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     /// Start of the byte range of the last access. The end is `end`.
     begin: u64,
@@ -122,10 +123,6 @@ enum AccessMatch {
 }
 
 impl Stream {
-    /// An unused table entry.
-    const NONE: Self =
-        Self { begin: 0, end: 0, direction: Direction::Unknown, continuations: 0, ahead: 0, latest: 0, next: 0, at: 0 };
-
     /// Returns whether the table entry is used.
     fn is_present(&self) -> bool {
         self.at > 0
@@ -266,17 +263,11 @@ impl Stream {
 }
 
 /// The streams of reads of one file.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Streams {
     entries: [Stream; TABLE_ENTRY_COUNT],
     /// Number of accesses so far.
     clock: u64,
-}
-
-impl Default for Streams {
-    fn default() -> Self {
-        Self { entries: [Stream::NONE; TABLE_ENTRY_COUNT], clock: 0 }
-    }
 }
 
 impl Streams {
@@ -286,7 +277,7 @@ impl Streams {
         self.clock += 1;
         let clock = self.clock;
         let has_ended = |stream: &&mut Stream| clock - stream.at > MAX_IDLE_ACCESSES;
-        self.entries.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
+        self.entries.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::default());
         let fits = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_present());
         let mut found: Option<(usize, AccessMatch)> = None;
         for (at, stream) in fits {
@@ -331,8 +322,14 @@ impl Streams {
         let direction =
             if rules.is_eager { Direction::Forward } else { nearest.map_or(Direction::Unknown, Direction::Stride) };
         let continuations = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
-        self.entries[at] =
-            Stream { begin: access.start, end: access.end, direction, continuations, at: self.clock, ..Stream::NONE };
+        self.entries[at] = Stream {
+            begin: access.start,
+            end: access.end,
+            direction,
+            continuations,
+            at: self.clock,
+            ..Stream::default()
+        };
         at
     }
 
@@ -343,7 +340,7 @@ impl Streams {
         if known.clone().count() > MAX_STREAMS {
             let silent = known.filter(|(at, _)| *at != newest).min_by_key(|(_, stream)| stream.at);
             if let Some((at, _)) = silent {
-                self.entries[at] = Stream::NONE;
+                self.entries[at] = Stream::default();
             }
         }
     }

@@ -10,6 +10,7 @@ use crate::mapping::evict::order::{Candidate, FolioState, Folios, GhostKey, MAX_
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
+use pagemill_sys::mem;
 use pagemill_xarray::{Forest, Writer};
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -34,7 +35,7 @@ impl Folios for Pool {
     }
 
     fn prefetch_state(&self, number: u32) {
-        self.prefetch_frame(number);
+        mem::prefetch(std::ptr::from_ref(self.frame(number)) as usize);
     }
 
     fn is_awaited(&self, number: u32) -> bool {
@@ -124,7 +125,7 @@ impl Inner {
 
     /// Evicts those candidates of an eviction scan whose folios are clean and not in use. Returns the bytes freed.
     fn evict_batch(&self, batch: &[Candidate]) -> u64 {
-        let owner_id = |candidate: &Candidate| self.pool.owner(candidate.number).id;
+        let owner_id = |candidate: &Candidate| self.pool.frame(candidate.number).owner().id;
         let (mut rest, mut freed) = (batch, 0);
         while let Some(first) = rest.first() {
             let id = owner_id(first);
@@ -179,7 +180,7 @@ impl File {
         debug_assert!(candidates.len() <= MAX_BATCH);
         let mut folios = [None; MAX_BATCH];
         for (folio, candidate) in folios.iter_mut().zip(candidates) {
-            let index = self.pool.owner(candidate.number).index;
+            let index = self.pool.frame(candidate.number).owner().index;
             self.tree.prefetch_entry(index);
             self.cache.order.prefetch_ghosts(GhostKey::of(self.id, index, candidate.order));
             let frozen = self.pool.word(candidate.number).freeze().ok();

@@ -15,7 +15,6 @@ mod zero;
 
 use crate::mapping::file::gate::Gate;
 use crate::mapping::submit::AsyncReads;
-use crate::mapping::writeback::dirty::Dirty;
 use crate::mapping::{File, NEXT_SERIAL, cache};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
 use pagemill_store::Store;
@@ -37,7 +36,7 @@ impl File {
             generation: cache.generation,
             cache,
             is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
-            dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
+            dirty: store.as_ref().map(|_| Box::default()),
             handles: AtomicU32::new(1),
             reads: store.as_ref().map(|_| Arc::<AsyncReads>::default()),
             store,

@@ -7,6 +7,7 @@ use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping, TimedWait, in_pieces, one_by_one};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
+use pagemill_sys::mem;
 use std::io::IoSliceMut;
 
 impl Mapping {
@@ -51,7 +52,7 @@ impl File {
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
             // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
-            self.pool.prefetch_bytes(number, at);
+            mem::prefetch(self.pool.addr(number) + at);
             let seen = frame.word.load();
             if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);

@@ -191,7 +191,7 @@ impl<'file> SmallFolios<'file> {
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {
             let to = taken.number + at as u32;
             if *number != NO_FOLIO {
-                pool.copy_pages(to, *number, 1);
+                pool.copy_page(to, *number);
             } else if !taken.is_zero {
                 pool.zero(to, 0, pool.page.bytes());
             }

@@ -233,7 +233,7 @@ impl Inner {
             return ChunkVisit::Skipped;
         }
         // The owner is valid as long as the folio's version is unchanged.
-        let owner = pool.owner(number);
+        let owner = pool.frame(number).owner();
         let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return ChunkVisit::Skipped };
         if seen.is_dirty() {
             // Fails if the word has changed: the page could be a dirty folio of a file with a store by now.

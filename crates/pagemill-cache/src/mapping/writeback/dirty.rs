@@ -22,6 +22,7 @@ use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 pub(crate) const DIRTY: Mark = Mark::A;
 
 /// State of the dirty folios of one file.
+#[derive(Default)]
 pub(crate) struct Dirty {
     /// Total bytes of the file's dirty folios.
     bytes: AtomicU64,
@@ -36,16 +37,6 @@ pub(crate) struct Dirty {
 }
 
 impl Dirty {
-    pub fn new() -> Self {
-        Self {
-            bytes: AtomicU64::new(0),
-            since_ns: AtomicU64::new(0),
-            in_flight: AtomicU32::new(0),
-            errors: AtomicU64::new(0),
-            flush: FileFlush::default(),
-        }
-    }
-
     /// Returns the total bytes of the file's dirty folios.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)

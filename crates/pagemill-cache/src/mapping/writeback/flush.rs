@@ -404,7 +404,7 @@ pub(crate) struct Flusher {
     caches: std::sync::OnceLock<&'static Caches>,
     /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
-    is_running: AtomicBool,
+    pub is_running: AtomicBool,
     /// Time of the next check on the coarse clock; 0 while the thread works.
     wakes_ns: std::sync::atomic::AtomicU64,
 }
@@ -432,11 +432,6 @@ impl Flusher {
             self.wakeups.fetch_add(1, SeqCst);
             futex::wake(&self.wakeups, 1, Scope::Private);
         }
-    }
-
-    /// In a fork child: marks the thread as not running.
-    pub fn begin_child(&self) {
-        self.is_running.store(false, SeqCst);
     }
 }
 

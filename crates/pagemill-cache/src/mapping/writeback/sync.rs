@@ -125,21 +125,18 @@ impl File {
     fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
         // Limited to the current length, so that concurrent appends cannot prolong the sync.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
-        let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
         let walk = WalkPlan {
             reason: WritebackReason::Sync,
-            pages: pages_inside,
+            pages: pages.start..pages.end.min(end),
             most_bytes: u64::MAX,
-            timeout,
+            timeout: self.cache.timeout,
             waits_for_others: true,
         };
         self.await_in_flight()?;
         self.clean_behind_end(end, pages.end);
         for _ in 0..MAX_SYNC_ATTEMPTS {
             let walked = self.walk_once(store, &walk)?;
-            if let Some(error) = walked.failure {
-                return Err(error);
-            }
+            walked.failure.map_or(Ok(()), Err)?;
             // Bytes that a truncation cut off meanwhile must not stay in the store.
             if walked.is_clean && !self.is_store_too_long() {
                 return Ok(());
@@ -189,19 +186,12 @@ impl File {
         let walk =
             WalkPlan { reason: WritebackReason::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
         loop {
-            if self.is_in_flight() {
-                if is_late(&waits) {
-                    return Err(NO_PROGRESS);
+            if !self.is_in_flight() {
+                let walked = self.walk_once(store, &walk)?;
+                walked.failure.map_or(Ok(()), Err)?;
+                if walked.is_clean && !self.is_store_too_long() {
+                    return self.extend_store(store);
                 }
-                waits.pause();
-                continue;
-            }
-            let walked = self.walk_once(store, &walk)?;
-            if let Some(error) = walked.failure {
-                return Err(error);
-            }
-            if walked.is_clean && !self.is_store_too_long() {
-                return self.extend_store(store);
             }
             if is_late(&waits) {
                 return Err(NO_PROGRESS);

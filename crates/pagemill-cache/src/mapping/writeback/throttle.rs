@@ -54,13 +54,14 @@ impl NoProgress {
         Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Backoff::new() }
     }
 
-    /// Returns whether the time without progress exceeds the limit ([`crate::mapping::Writeback::timeout`]).
-    fn is_too_long(&mut self, balance: &Balance) -> bool {
+    /// Returns an error if the time without progress exceeds the limit ([`crate::mapping::Writeback::timeout`]).
+    fn check(&mut self, balance: &Balance) -> Result<()> {
         let cleaned_bytes = balance.cleaned_bytes.load(Relaxed);
         if cleaned_bytes != self.cleaned_bytes {
             *self = Self { cleaned_bytes, since: Backoff::new() };
         }
-        u128::from(self.since.waited_ns()) > balance.timeout.as_nanos()
+        let is_too_long = u128::from(self.since.waited_ns()) > balance.timeout.as_nanos();
+        if is_too_long { Err(no_progress_error()) } else { Ok(()) }
     }
 }
 
@@ -129,9 +130,7 @@ impl File {
                 cache.note_much_dirty();
                 sleep(CHECK_INTERVAL);
             }
-            if no_progress.is_too_long(balance) {
-                return Err(no_progress_error());
-            }
+            no_progress.check(balance)?;
         }
         Ok(())
     }
@@ -168,9 +167,7 @@ impl Inner {
             if !may_continue {
                 return failure.map_or(Ok(false), Err);
             }
-            if no_progress.is_too_long(balance) {
-                return Err(no_progress_error());
-            }
+            no_progress.check(balance)?;
             sleep(CHECK_INTERVAL);
         }
         Ok(balance.cleaned_bytes.load(Relaxed) != begun)

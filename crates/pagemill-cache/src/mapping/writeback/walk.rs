@@ -18,14 +18,14 @@ use crate::mapping::writeback::sync::failed;
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::Relaxed;
+use pagemill_core::sync::{EventCount, Guarded, Relaxed};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::{Aligned, Buffer, Direction, Finish, Store, Transfer};
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Maximum number of runs (transfers of adjacent folios) in flight, enough to keep a device busy.
@@ -44,9 +44,6 @@ const MAX_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
 /// Length from which on a run of contiguous memory is written without a copy, even if that makes the transfer shorter.
 const MIN_CONTIGUOUS_BYTES: u64 = BLOCK_BYTES as u64 / 32;
-
-/// Interval of wakeups in a wait without a time limit.
-const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The name of the operation in errors of a store during writeback.
 const WRITEBACK_OPERATION: &str = "writing a file back";
@@ -108,8 +105,8 @@ pub(crate) struct WalkResult {
 struct WalkState {
     file: Arc<File>,
     reason: WritebackReason,
-    state: Mutex<WalkProgress>,
-    changed: Condvar,
+    progress: Guarded<WalkProgress>,
+    changed: EventCount,
 }
 
 /// The runs of a walk that are in flight, and their results.
@@ -138,18 +135,14 @@ impl WalkProgress {
 }
 
 impl WalkState {
-    /// Locks the progress of the walk. The lock is held for a few instructions only, without callbacks.
-    fn state(&self) -> MutexGuard<'_, WalkProgress> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records that a run of `bytes` bytes is in flight.
     fn begin(&self, bytes: u64) {
         self.file.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
         stats::add(Counter::CacheWriteback, bytes);
-        let mut state = self.state();
-        state.runs += 1;
-        state.bytes += bytes;
+        self.progress.with(|progress| {
+            progress.runs += 1;
+            progress.bytes += bytes;
+        });
     }
 
     /// Records the end of a run of `bytes` bytes. `result` is the store's error, or says whether the folios are clean
@@ -159,47 +152,52 @@ impl WalkState {
         if result.is_ok() {
             stats::add(self.reason.counter(), bytes);
         }
-        let mut state = self.state();
-        debug_assert!(state.runs > 0 && state.bytes >= bytes, "the run was begun");
-        state.runs -= 1;
-        state.bytes -= bytes;
-        debug_assert!(state.runs > 0 || state.bytes == 0, "bytes in flight belong to runs");
-        state.ended += 1;
-        match result {
-            Ok(is_clean) => {
-                state.written_bytes += bytes;
-                state.has_dirty_folio |= !is_clean;
+        let is_awaited = self.progress.with(|progress| {
+            debug_assert!(progress.runs > 0 && progress.bytes >= bytes, "the run was begun");
+            progress.runs -= 1;
+            progress.bytes -= bytes;
+            debug_assert!(progress.runs > 0 || progress.bytes == 0, "bytes in flight belong to runs");
+            progress.ended += 1;
+            match result {
+                Ok(is_clean) => {
+                    progress.written_bytes += bytes;
+                    progress.has_dirty_folio |= !is_clean;
+                }
+                Err(error) => _ = progress.failure.get_or_insert(error),
             }
-            Err(error) => _ = state.failure.get_or_insert(error),
-        }
-        let is_awaited = state.is_below(state.awaited);
-        drop(state);
+            progress.is_below(progress.awaited)
+        });
         if let Some(dirty) = &self.file.dirty {
             let runs = dirty.in_flight.fetch_sub(1, SeqCst);
             debug_assert!(runs > 0, "the run was in flight");
         }
         if is_awaited {
-            self.changed.notify_all();
+            self.changed.raise();
         }
     }
 
     /// Waits until at most `most.0` runs and `most.1` bytes are in flight. Returns `false` if no run ends for as long
     /// as `timeout`.
     fn wait(&self, most: (usize, u64), timeout: Option<Duration>) -> bool {
-        let (mut seen, mut since) = (u64::MAX, Instant::now());
-        let mut state = self.state();
-        state.awaited = most;
-        while !state.is_below(most) {
-            if state.ended != seen {
-                (seen, since) = (state.ended, Instant::now());
+        let (mut known, mut since) = (u64::MAX, Instant::now());
+        loop {
+            let seen = self.changed.count();
+            let (is_below, ended) = self.progress.with(|progress| {
+                progress.awaited = most;
+                (progress.is_below(most), progress.ended)
+            });
+            if is_below {
+                return true;
             }
-            let rest = timeout.map_or(WAKE_INTERVAL, |timeout| timeout.saturating_sub(since.elapsed()));
-            if rest.is_zero() {
+            if ended != known {
+                (known, since) = (ended, Instant::now());
+            }
+            let rest = timeout.map(|timeout| timeout.saturating_sub(since.elapsed()));
+            if rest.is_some_and(|rest| rest.is_zero()) {
                 return false;
             }
-            state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait(seen, rest);
         }
-        true
     }
 }
 
@@ -384,25 +382,25 @@ impl File {
     ///
     /// [`Error::Busy`] if a folio is in use for too long (the others were written), or if the store makes no progress.
     pub(crate) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
-        let (state, changed) = (Mutex::new(WalkProgress::default()), Condvar::new());
-        let walk_state = Arc::new(WalkState { file: self.clone(), reason: walk.reason, state, changed });
+        let (progress, changed) = Default::default();
+        let walk_state = Arc::new(WalkState { file: self.clone(), reason: walk.reason, progress, changed });
         let mut pending = PendingRuns { walk_state: walk_state.clone(), store, runs: Vec::new(), bytes: 0 };
         let found = self.find_and_start(&mut pending, walk);
         pending.start();
         let is_over = walk_state.wait((0, 0), walk.timeout);
-        let mut state = walk_state.state();
-        debug_assert!(!is_over || (state.runs, state.bytes) == (0, 0), "all runs have ended");
         if !is_over {
             return Err(Error::Busy { what: "the store makes no progress with its writes" });
         }
-        let failure = state.failure.take().map(failed(WRITEBACK_OPERATION));
+        let progress = walk_state.progress.with(std::mem::take);
+        debug_assert!((progress.runs, progress.bytes) == (0, 0), "all runs have ended");
+        let failure = progress.failure.map(failed(WRITEBACK_OPERATION));
         let (next, is_clean) = match found {
             Err(error) if failure.is_none() => return Err(error),
             found => found.unwrap_or((None, false)),
         };
         Ok(WalkResult {
-            written_bytes: state.written_bytes,
-            is_clean: is_clean && !state.has_dirty_folio,
+            written_bytes: progress.written_bytes,
+            is_clean: is_clean && !progress.has_dirty_folio,
             next,
             failure,
         })
@@ -446,7 +444,8 @@ impl File {
                 if !walk_state.wait(most, walk.timeout) {
                     return Ok((Some(at), false));
                 }
-                if walk_state.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                let is_timeout = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
+                if walk_state.progress.with(|progress| progress.failure.as_ref().is_some_and(is_timeout)) {
                     // Give up: if a store times out for each transfer, each remaining one would cost that time.
                     return Ok((Some(at), false));
                 }
