@@ -273,10 +273,7 @@ impl Pool {
     ///
     /// [`Error::NoMemory`] if the pool has reached its maximum, or if the process gets no memory for another chunk.
     pub fn allocate(&self, order: u8) -> Result<NewFolio> {
-        match self.allocate_free(order) {
-            Some(taken) => Ok(taken),
-            None => self.allocate_from_new_chunk(order),
-        }
+        self.allocate_free(order).map_or_else(|| self.allocate_from_new_chunk(order), Ok)
     }
 
     /// As [`Pool::allocate`], but only from free pages that have memory. Returns `None` if there are not enough.
@@ -326,13 +323,13 @@ impl Pool {
             claimed?;
             backoff.pause();
         };
-        let first_block = self.first_block(chunk);
+        let (first_block, blocks) = self.blocks_of(chunk);
         let filled = if self.is_hugetlb() {
-            self.arena.populate_reserved(first_block, self.blocks_of_chunk())
+            self.arena.populate_reserved(first_block, blocks)
         } else {
             let use_huge = self.use_huge.load(Relaxed);
             // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-            unsafe { self.arena.populate_blocks(first_block, self.blocks_of_chunk(), use_huge) }.map(drop)
+            unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop)
         };
         if let Err(error) = filled {
             self.return_claimed_chunk(chunk);
@@ -425,14 +422,9 @@ impl Pool {
         state.empty = Some(chunk);
     }
 
-    /// Returns the arena's index of a chunk's first block.
-    fn first_block(&self, chunk: u32) -> usize {
-        self.arena.block_of(self.addr(chunk << self.chunk_order))
-    }
-
-    /// Returns the number of blocks of a chunk.
-    fn blocks_of_chunk(&self) -> usize {
-        self.chunk_bytes / BLOCK_BYTES
+    /// Returns the arena's index of a chunk's first block, and the number of the chunk's blocks.
+    fn blocks_of(&self, chunk: u32) -> (usize, usize) {
+        (self.arena.block_of(self.addr(chunk << self.chunk_order)), self.chunk_bytes / BLOCK_BYTES)
     }
 
     /// Frees pages that the caller owns exclusively.
@@ -511,9 +503,10 @@ impl Pool {
             });
             let Some(number) = taken else { break };
             let chunk = number >> self.chunk_order;
+            let (first_block, blocks) = self.blocks_of(chunk);
             // SAFETY: the chunk is out of the free lists. Nothing refers to it, including the kernel's rings, and its
             // contents are not needed.
-            let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
+            let bytes = unsafe { self.arena.discard(first_block, blocks) };
             if bytes == 0 {
                 // The kernel did not free the chunk (its memory is locked), so the chunk is free again.
                 self.with_state(|state| {

@@ -714,8 +714,8 @@ impl PageCache {
 
 impl std::fmt::Debug for PageCache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Inner { name, limit_bytes, .. } = &*self.0;
-        f.debug_struct("PageCache").field("name", name).field("limit_bytes", limit_bytes).finish_non_exhaustive()
+        let mut text = f.debug_struct("PageCache");
+        text.field("name", &self.0.name).field("limit_bytes", &self.0.limit_bytes).finish_non_exhaustive()
     }
 }
 

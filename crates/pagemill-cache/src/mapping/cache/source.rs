@@ -39,12 +39,10 @@ impl Source {
             return Ok(None);
         }
         let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
-        let bytes = settings
-            .limit_bytes()
-            .checked_next_multiple_of(chunk_bytes)
-            .and_then(|bytes| bytes.checked_add(chunk_bytes));
+        let limit_bytes = settings.limit_bytes();
+        let bytes = limit_bytes.checked_next_multiple_of(chunk_bytes).and_then(|bytes| bytes.checked_add(chunk_bytes));
         let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: settings.limit_bytes() }).and_then(Reserve::take);
+        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: limit_bytes }).and_then(Reserve::take);
         match taken {
             Ok(reserve) => Ok(Some(reserve)),
             Err(error) if self == Self::Hugetlb => Err(error),

@@ -99,14 +99,8 @@ impl File {
             number
         };
         // The hold keeps writers out. Once the page is out of the index, a later write allocates a new one.
-        if !self.pool.is_page_zero(number) {
-            self.end_hold(number);
-            return false;
-        }
-        let mut writer = self.tree.lock();
-        let is_removed =
-            writer.get(index).is_some_and(|found| found.value == u64::from(number)) && writer.erase(index).is_some();
-        drop(writer);
+        let is_zero = self.pool.is_page_zero(number);
+        let is_removed = is_zero && self.tree.lock().erase_value(index, u64::from(number)).is_some();
         if is_removed {
             self.cache.free(number, 0);
         } else {

@@ -19,7 +19,6 @@ use crate::folio::word::Kind;
 use crate::mapping::File;
 use crate::mapping::cache::{Caches, Inner};
 use crate::mapping::huge::split_sparse::SparseSplitOutcome;
-use crate::mapping::huge::worker::Worker;
 use crate::mapping::index::Place;
 use pagemill_core::stats::Counter;
 use pagemill_core::sync::{AtomicU32, Guarded, Relaxed, coarse_ns};
@@ -94,12 +93,17 @@ enum ChunkVisit {
 }
 
 impl File {
-    /// Records that a huge folio may be sparse, so that the scan checks it.
+    /// Records that a huge folio may be sparse, so that the scan checks it. Starts the clock hand if it is stopped.
     pub(crate) fn note_sparse(&self, number: u32) {
-        if self.store.is_none() {
-            self.pool.scan_word(number).store(0, Relaxed);
-            let caches = self.cache.caches;
-            caches.worker.sweep.note_change(&caches.worker, caches);
+        if self.store.is_some() {
+            return;
+        }
+        self.pool.scan_word(number).store(0, Relaxed);
+        let (caches, worker) = (self.cache.caches, &self.cache.caches.worker);
+        let Sweep { changes, is_running, .. } = &worker.sweep;
+        changes.fetch_add(1, SeqCst);
+        if !is_running.load(SeqCst) && !worker.is_thread_disabled() && !is_running.swap(true, SeqCst) {
+            worker.wake(caches);
         }
     }
 
@@ -112,14 +116,6 @@ impl File {
 }
 
 impl Sweep {
-    /// Counts an event that may have made a huge folio sparse, and starts the clock hand if it is stopped.
-    fn note_change(&self, worker: &Worker, caches: &'static Caches) {
-        self.changes.fetch_add(1, SeqCst);
-        if !self.is_running.load(SeqCst) && !worker.is_thread_disabled() && !self.is_running.swap(true, SeqCst) {
-            worker.wake(caches);
-        }
-    }
-
     /// Stops the clock hand, unless an event was counted in `changes` since the round began. Returns whether the hand
     /// was stopped.
     fn stop_if_unchanged(&self, clock_hand: &ClockHand) -> bool {
