@@ -454,21 +454,26 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         for at in batch {
             let (index, number) = (self.index_at(at), self.memory.number(at));
             let word = file.pool.word(number);
-            if let Some(written) = &self.written {
-                // The folio is busy until it is live, so a thread that finds it waits. The length is set in between: a
-                // thread that reads up to the new end finds the folio, and writeback knows how much of it is valid.
-                writer.store(index, u32::from(order), u64::from(number), &mut stock);
-                file.grow(file.offset_of(index + (1 << order)).min(written.end));
-                if file.dirty.is_some() {
-                    writer.set_mark(index, DIRTY);
-                }
-                word.publish(order, !file.cache.may_split, true);
-            } else {
+            if file.store.is_some()
+                && let Some(prefetched) = self.purpose.prefetched()
+            {
+                // Marked before it is in the index, so that its first use is found. A thread that pins it earlier by a
+                // hint cannot make it dirty before this thread drops the lock.
                 word.publish(order, !file.cache.may_split, false);
-                if let Some(prefetched) = self.purpose.prefetched().filter(|_| file.store.is_some()) {
-                    word.set_prefetched(prefetched);
-                }
+                word.set_prefetched(prefetched);
                 writer.store(index, u32::from(order), u64::from(number), &mut stock);
+            } else {
+                // The folio is busy until it is live, so a thread that finds it waits. Made live last: a hint must not
+                // find a folio that is not in the index. The length is set in between: a thread that reads up to the
+                // new end finds the folio, and writeback knows how much of it is valid.
+                writer.store(index, u32::from(order), u64::from(number), &mut stock);
+                if let Some(written) = &self.written {
+                    file.grow(file.offset_of(index + (1 << order)).min(written.end));
+                    if file.dirty.is_some() {
+                        writer.set_mark(index, DIRTY);
+                    }
+                }
+                word.publish(order, !file.cache.may_split, self.written.is_some());
             }
             file.enter_order(index, number, order);
             self.published += 1;
