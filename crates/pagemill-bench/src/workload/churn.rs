@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 
 use super::pieces::Load;
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::TaggedAllocation;
 use crate::stats::{self, mib};
 use crate::{native, proc};
@@ -84,8 +84,7 @@ pub fn run(arguments: &ChurnArguments) -> WorkloadResult {
             state.free_allocations_in_slots().and_then(|()| allocate_slowly(Duration::from_millis(arguments.rest_ms)));
         let after_mib = mib(proc::own_resident_bytes());
         ended.wait();
-        let joined =
-            workers.into_iter().map(|worker| worker.join().unwrap_or(Err("a thread panicked".to_owned().into())));
+        let joined = workers.into_iter().map(|worker| worker.join().unwrap_or(Err("a thread panicked".into())));
         let replaced = joined.sum::<Result<u64, Failure>>();
         rested.and(replaced).map(|replaced| (memory_samples, cpu, after_mib, replaced))
     })?;
@@ -125,7 +124,7 @@ fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failu
             state.free(gone)?;
         }
         let tag = seed << 48 | allocated;
-        let piece = TaggedAllocation::touched(size, tag).ok_or_else(|| "malloc refused without a limit".to_owned())?;
+        let piece = TaggedAllocation::touched(size, tag).ok_or("malloc refused without a limit")?;
         allocated += 1;
         state.live.fetch_add(size as u64, Ordering::Relaxed);
         let new = TrackedAllocation { piece, size, tag };
@@ -160,10 +159,7 @@ impl SharedState {
     /// Frees an allocation. Fails if its tag has changed since it was made.
     fn free(&self, held: TrackedAllocation) -> Result<(), Failure> {
         self.live.fetch_sub(held.size as u64, Ordering::Relaxed);
-        match held.piece.tag() == held.tag {
-            true => Ok(()),
-            false => Err(Failure::WrongAnswer(format!("a piece of {} bytes lost its tag", held.size))),
-        }
+        ensure(held.piece.tag() == held.tag, || format!("a piece of {} bytes lost its tag", held.size))
     }
 
     /// Frees the allocations that are still in the slots through which threads pass allocations to each other.

@@ -53,7 +53,7 @@ impl Copies {
     /// Creates the memory of one thread, without any chunk yet. Each later chunk has `chunk_bytes` bytes.
     pub fn new(memory: CopyMemory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
-            CopyMemory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
+            CopyMemory::Handles => Some(Testbed::of_process()?),
             _ => None,
         };
         Ok(Self { memory, pagemill, chunk_bytes, free_chunks: Vec::new(), purged: 0 })

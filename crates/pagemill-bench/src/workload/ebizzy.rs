@@ -20,7 +20,7 @@ use fastrand::Rng;
 use rustix::fs::{FlockOperation, flock};
 
 use super::copies::{self, Copies, Copy, CopyMemory};
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::WordAllocation;
 use crate::proc;
 
@@ -133,9 +133,7 @@ pub fn run(arguments: &EbizzyArguments) -> WorkloadResult {
         measured
     });
     let mismatches = shared.sum_over_threads(|counters| &counters.mismatches);
-    if mismatches > 0 {
-        return Err(Failure::WrongAnswer(format!("{mismatches} searches ended at a wrong key")));
-    }
+    ensure(mismatches == 0, || format!("{mismatches} searches ended at a wrong key"))?;
     measured
 }
 
@@ -177,7 +175,7 @@ fn measure_records(shared: &SharedState, arguments: &EbizzyArguments) -> Workloa
     thread::sleep(Duration::from_millis(arguments.warm_ms));
     while arguments.burst_mib > 0 && shared.bursts.load(Ordering::Relaxed) == 0 {
         if begun.elapsed() > Duration::from_secs(30) {
-            return Err(Failure::Other("no burst came through in 30 s".to_owned()));
+            return Err("no burst came through in 30 s".into());
         }
         thread::sleep(Duration::from_millis(5));
     }
@@ -327,7 +325,7 @@ impl SharedState {
         let begun = Instant::now();
         while self.records_per_thread().iter().zip(before).any(|(made, before)| *made < before + MIN_RECORDS) {
             if begun.elapsed() > MIN_RECORDS_TIME_LIMIT {
-                return Err(Failure::Other("a thread makes no records".to_owned()));
+                return Err("a thread makes no records".into());
             }
             thread::sleep(Duration::from_millis(1));
         }

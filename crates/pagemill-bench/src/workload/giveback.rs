@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::{self, GiveBack, TaggedAllocation};
 use crate::proc;
 use crate::stats::mib;
@@ -46,9 +46,7 @@ pub fn run(arguments: &GivebackArguments) -> WorkloadResult {
         let is_right = unrelated.join().unwrap_or(false);
         drop(last);
         asked?;
-        if !is_right {
-            return Err(Failure::WrongAnswer("an unrelated block lost its tag".to_owned()));
-        }
+        ensure(is_right, || "an unrelated block lost its tag")?;
         Ok(serde_json::json!({
             "ms": took.as_secs_f64() * 1e3,
             "held_mib": mib(held),
@@ -65,12 +63,10 @@ fn fill_and_free(arguments: &GivebackArguments) -> Result<Option<TaggedAllocatio
     let mut held = Vec::with_capacity(count);
     for tag in 0..count as u64 {
         let piece = TaggedAllocation::touched(arguments.piece, tag);
-        held.push(piece.ok_or("no memory to give back later".to_owned())?);
+        held.push(piece.ok_or("no memory to give back later")?);
     }
-    match (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
-        true => Ok(held.pop()),
-        false => Err(Failure::WrongAnswer("a block lost its tag".to_owned())),
-    }
+    ensure((0..).zip(&held).all(|(tag, piece)| piece.tag() == tag), || "a block lost its tag")?;
+    Ok(held.pop())
 }
 
 /// Allocates and frees memory until `is_over` is set. Records the longest time of one allocation and free in
@@ -90,5 +86,5 @@ fn allocate_until_stopped(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool 
 
 fn resident_bytes() -> Result<u64, Failure> {
     let own = proc::resident_memory(std::process::id());
-    Ok(own.ok_or("no /proc/self/status".to_owned())?.all)
+    Ok(own.ok_or("no /proc/self/status")?.all)
 }

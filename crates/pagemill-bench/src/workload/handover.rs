@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
 
@@ -61,7 +61,7 @@ pub fn run_keeper(arguments: &KeeperArguments) -> WorkloadResult {
     let mut refused = 0_u64;
     for turn in 0..arguments.turns {
         refused += fill_and_free(arguments.mib << 20, &mut random)?;
-        signs.create(&freed_sign(turn)).map_err(|cause| cause.to_string())?;
+        signs.create(&freed_sign(turn))?;
         let taken = taken_sign(turn);
         while !signs.exists(&taken) {
             refused += u64::from(TaggedAllocation::new(IDLE_ALLOCATION_BYTES, turn).is_none());
@@ -91,10 +91,8 @@ fn fill_and_free(bytes: usize, random: &mut Rng) -> Result<u64, Failure> {
         }
     }
     let is_right = (0..).zip(&held).all(|(tag, piece)| piece.as_ref().is_none_or(|piece| piece.tag() == tag));
-    match is_right {
-        true => Ok(refused),
-        false => Err(Failure::WrongAnswer("a piece lost its tag".to_owned())),
-    }
+    ensure(is_right, || "a piece lost its tag")?;
+    Ok(refused)
 }
 
 /// Allocates and fills memory with all threads at full speed, then checks every word of it. The resulting JSON has the
@@ -113,9 +111,10 @@ pub fn run_newcomer(arguments: &NewcomerArguments) -> WorkloadResult {
     });
     let took = begun.elapsed().as_secs_f64();
     let pieces = || taken.iter().flatten();
-    if !pieces().all(|(tag, piece)| piece.words().iter().all(|word| word == tag)) {
-        return Err(Failure::WrongAnswer("the newcomer's memory lost a word".to_owned()));
-    }
+    ensure(
+        pieces().all(|(tag, piece)| piece.words().iter().all(|word| word == tag)),
+        || "the newcomer's memory lost a word",
+    )?;
     let gib = (pieces().count() * NEWCOMER_ALLOCATION_BYTES) as f64 / f64::from(1 << 30);
     Ok(serde_json::json!({
         "ms": took * 1e3,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
-use super::{Failure, WorkloadResult};
+use super::{WorkloadResult, ensure};
 use crate::native::TaggedAllocation;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
@@ -35,7 +35,7 @@ pub fn run(arguments: &HogArguments) -> WorkloadResult {
     let stop = arguments.folder.join(STOP_FILE);
     let (mut rounds, mut refused) = (0_u64, 0_u64);
     while !stop.exists() {
-        flock(&lock, FlockOperation::LockExclusive).map_err(|cause| cause.to_string())?;
+        flock(&lock, FlockOperation::LockExclusive)?;
         let mut held = Vec::with_capacity(arguments.mib);
         for tag in 0..arguments.mib as u64 {
             match TaggedAllocation::touched(ALLOCATION_BYTES, tag) {
@@ -49,9 +49,7 @@ pub fn run(arguments: &HogArguments) -> WorkloadResult {
         let is_right = (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag);
         drop(held);
         let _ = flock(&lock, FlockOperation::Unlock);
-        if !is_right {
-            return Err(Failure::WrongAnswer("the hog's memory lost a tag".to_owned()));
-        }
+        ensure(is_right, || "the hog's memory lost a tag")?;
         rounds += 1;
         thread::sleep(Duration::from_millis(arguments.pause_ms));
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
 use crate::proc;
@@ -66,7 +66,7 @@ pub fn run_server(arguments: &ServerArguments) -> WorkloadResult {
         index += 1;
         index % every.max(1) == 0
     });
-    signs.create(READY_SIGN).map_err(|cause| cause.to_string())?;
+    signs.create(READY_SIGN)?;
     let (mut before, mut near) = (Box::new(Histogram::new()), Box::new(Histogram::new()));
     let mut work = ServerWork::new();
     let (mut is_near, mut is_over) = (false, false);
@@ -79,9 +79,7 @@ pub fn run_server(arguments: &ServerArguments) -> WorkloadResult {
         thread::sleep(Duration::from_millis(1));
     }
     let is_right = held.iter().all(|(tag, piece)| piece.tag() == *tag);
-    if work.wrong > 0 || !is_right {
-        return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
-    }
+    ensure(work.wrong == 0 && is_right, || "a block lost its tag")?;
     // If memory was never low, the percentiles of that phase are left out.
     let near_percentile = |value: f64| (near.count() > 0).then_some(value);
     Ok(serde_json::json!({
@@ -137,29 +135,28 @@ impl ServerWork {
 /// Then creates the file [`FILLED_SIGN`] and waits for the file [`STOP_SIGN`].
 pub fn run_filler(arguments: &FillerArguments) -> WorkloadResult {
     // If the kernel has to kill a process, it should choose this one.
-    std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
+    std::fs::write("/proc/self/oom_score_adj", "1000")?;
     let signs = Signs::new(&arguments.folder);
     let mut held = Vec::with_capacity(arguments.mib);
     let (begun, mut is_stopped) = (Instant::now(), false);
     while held.len() < arguments.mib {
-        let available = proc::available_bytes().ok_or("no /proc/meminfo".to_owned())?;
+        let available = proc::available_bytes().ok_or("no /proc/meminfo")?;
         is_stopped = available < (arguments.floor_mib << 20) + ALLOCATION_BYTES as u64;
         if is_stopped || signs.exists(STOP_SIGN) {
             break;
         }
         let tag = held.len() as u64;
-        held.push(TaggedAllocation::touched(ALLOCATION_BYTES, tag).ok_or("the C library refused memory".to_owned())?);
+        held.push(TaggedAllocation::touched(ALLOCATION_BYTES, tag).ok_or("the C library refused memory")?);
         let due = Duration::from_micros(1_000_000 * held.len() as u64 / arguments.mib_per_second);
         thread::sleep(due.saturating_sub(begun.elapsed()));
     }
     let seconds = begun.elapsed().as_secs_f64();
-    signs.create(FILLED_SIGN).map_err(|cause| cause.to_string())?;
+    signs.create(FILLED_SIGN)?;
     while !signs.exists(STOP_SIGN) {
         thread::sleep(Duration::from_millis(2));
     }
-    if !(0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
-        return Err(Failure::WrongAnswer("the filler's memory lost a tag".to_owned()));
-    }
+    let is_right = (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag);
+    ensure(is_right, || "the filler's memory lost a tag")?;
     let gib = held.len() as f64 / 1024.0;
     Ok(serde_json::json!({ "filler_gib_per_second": gib / seconds, "stopped": u8::from(is_stopped), "gib": gib }))
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::files::FilePlace;
 use crate::pattern;
 
@@ -132,10 +132,7 @@ fn stat(_: usize, path: &PathBuf) -> Result<(), Failure> {
 fn read(index: usize, path: &PathBuf) -> Result<(), Failure> {
     let mut bytes = [0; FILE_BYTES + 1];
     let len = File::open(path).and_then(|mut file| file.read(&mut bytes)).map_err(|cause| failed_at(path, &cause))?;
-    match bytes[..len] == content(index) {
-        true => Ok(()),
-        false => Err(Failure::WrongAnswer(format!("{} has another content", path.display()))),
-    }
+    ensure(bytes[..len] == content(index), || format!("{} has another content", path.display()))
 }
 
 fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
@@ -155,10 +152,7 @@ fn find(root: &Path, files: usize) -> Result<(), Failure> {
         }
         Err(cause) => return Err(format!("find: {cause}").into()),
     };
-    match seen == files {
-        true => Ok(()),
-        false => Err(Failure::WrongAnswer(format!("find saw {seen} of {files} files"))),
-    }
+    ensure(seen == files, || format!("find saw {seen} of {files} files"))
 }
 
 /// Counts the files below a directory.

@@ -31,6 +31,7 @@ pub mod work_after_free;
 pub mod writers;
 
 use std::env;
+use std::fmt::Display;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, ExitStatus};
@@ -79,10 +80,17 @@ pub enum Failure {
     Killed,
 }
 
-impl From<String> for Failure {
-    fn from(why: String) -> Self {
-        Self::Other(why)
+/// A message or an error of another operation.
+impl<E: Display> From<E> for Failure {
+    fn from(why: E) -> Self {
+        Self::Other(why.to_string())
     }
+}
+
+/// Fails with [`Failure::WrongAnswer`] and this message unless `is_right` is true.
+#[inline]
+fn ensure<S: Into<String>>(is_right: bool, what: impl FnOnce() -> S) -> Result<(), Failure> {
+    if is_right { Ok(()) } else { Err(Failure::WrongAnswer(what().into())) }
 }
 
 crate::workload::arguments! {
@@ -128,14 +136,14 @@ pub fn touch(arguments: &TouchArguments) -> WorkloadResult {
     const ALLOCATION_BYTES: usize = 64 << 20;
     let mut held = Vec::new();
     for _ in 0..(arguments.mib << 20).div_ceil(ALLOCATION_BYTES) {
-        held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory".to_owned())?);
+        held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory")?);
     }
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
 
 /// Returns a command that runs another workload as a child of this one.
 fn child_command(workload: &str, options: &[(&str, String)]) -> Result<Command, Failure> {
-    let mut command = Command::new(child::own_executable().map_err(|error| error.to_string())?);
+    let mut command = Command::new(child::own_executable()?);
     command.arg(workload).args(options.iter().flat_map(|(name, value)| [*name, value.as_str()]));
     Ok(command)
 }
@@ -146,7 +154,7 @@ fn check_status(child: &str, status: ExitStatus) -> Result<(), Failure> {
         (Some(0), _) => Ok(()),
         (Some(WRONG_ANSWER), _) => Err(Failure::WrongAnswer(format!("{child} found wrong bytes"))),
         (None, Some(libc::SIGKILL)) => Err(Failure::Killed),
-        _ => Err(Failure::Other(format!("{child} ended with {status}"))),
+        _ => Err(format!("{child} ended with {status}").into()),
     }
 }
 
@@ -171,10 +179,11 @@ fn check_malloc_library() -> Result<(), Failure> {
     };
     match native::malloc_library() {
         Some(home) if home == expected => Ok(()),
-        home => Err(Failure::Other(format!(
+        home => Err(format!(
             "malloc comes from {}, not from {}: the preload failed",
             home.unwrap_or_default().display(),
             expected.display()
-        ))),
+        )
+        .into()),
     }
 }

@@ -69,18 +69,18 @@ pub fn run(arguments: &PairArguments) -> WorkloadResult {
         }
         if let Some(status) = exit_status(&mut hog)? {
             check_status("the hog", status)?;
-            return Err(Failure::Other("the hog ended too early".to_owned()));
+            return Err("the hog ended too early".into());
         }
         thread::sleep(Duration::from_millis(5));
     };
     check_status("ebizzy", work_status)?;
-    fs::write(folder.join(hog::STOP_FILE), "").map_err(|cause| cause.to_string())?;
+    fs::write(folder.join(hog::STOP_FILE), "")?;
     let stop_time = Instant::now();
     let hog_status = loop {
         match exit_status(&mut hog)? {
             Some(status) => break status,
             None if stop_time.elapsed() > HOG_STOP_TIMEOUT => {
-                return Err(Failure::Other("the hog did not stop".to_owned()));
+                return Err("the hog did not stop".into());
             }
             None => thread::sleep(Duration::from_millis(5)),
         }
@@ -100,14 +100,14 @@ fn start(name: &str, arguments: &[(&str, String)]) -> Result<ChildProcess, Failu
 }
 
 fn exit_status(process: &mut ChildProcess) -> Result<Option<ExitStatus>, Failure> {
-    process.0.try_wait().map_err(|cause| Failure::Other(cause.to_string()))
+    process.0.try_wait().map_err(Failure::from)
 }
 
 /// Reads the JSON that a process has printed before it ended. The pipe buffers the whole text.
 fn read_json_line(process: &mut ChildProcess) -> WorkloadResult {
     let mut text = String::new();
     let pipe: Option<&mut ChildStdout> = process.0.stdout.as_mut();
-    let pipe = pipe.ok_or("no output was captured".to_owned())?;
-    pipe.read_to_string(&mut text).map_err(|cause| cause.to_string())?;
-    serde_json::from_str(&text).map_err(|cause| Failure::Other(cause.to_string()))
+    let pipe = pipe.ok_or("no output was captured")?;
+    pipe.read_to_string(&mut text)?;
+    serde_json::from_str(&text).map_err(Failure::from)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 
 use super::steps::{self, StepWork};
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::TaggedAllocation;
 
 /// The order in which objects are allocated and freed.
@@ -212,9 +212,6 @@ impl<A: ObjectAllocator> StepWork for ThreadState<A> {
                 self.free_at(index);
             }
         }
-        match self.wrong {
-            0 => Ok(()),
-            wrong => Err(Failure::WrongAnswer(format!("{wrong} objects lost their tag"))),
-        }
+        ensure(self.wrong == 0, || format!("{} objects lost their tag", self.wrong))
     }
 }

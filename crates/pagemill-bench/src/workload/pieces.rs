@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 
 use super::handover::taken_sign;
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::chain::Chain;
 use crate::native::TaggedAllocation;
 use crate::proc;
@@ -69,15 +69,14 @@ pub fn run_keeper(arguments: &PieceKeeperArguments) -> WorkloadResult {
     let mut chain = Chain::new(arguments.size)?;
     let mut refused = fill(&mut chain, arguments.size, arguments.mib << 20);
     free(&mut chain, arguments.size, arguments.freed)?;
-    signs.create(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
+    signs.create(&keeper_sign(arguments.index))?;
     let taken = taken_sign(0);
     while !signs.exists(&taken) {
         refused += arguments.load.work_once(arguments.size)?;
     }
-    match chain.retain(|_| true) {
-        0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.allocated_count() })),
-        wrong => Err(Failure::WrongAnswer(format!("{wrong} pieces that were kept have changed"))),
-    }
+    let wrong = chain.retain(|_| true);
+    ensure(wrong == 0, || format!("{wrong} pieces that were kept have changed"))?;
+    Ok(serde_json::json!({ "refused": refused, "pieces": chain.allocated_count() }))
 }
 
 /// Makes allocations of `size` bytes until the sum of their sizes reaches `bytes`, or until the resident memory has
@@ -113,10 +112,7 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
         Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS_PER_CYCLE,
         Freed::Random => random.u64(..RUNS_PER_CYCLE) < KEPT_RUNS_PER_CYCLE,
     });
-    match wrong {
-        0 => Ok(()),
-        wrong => Err(Failure::WrongAnswer(format!("{wrong} pieces have changed"))),
-    }
+    ensure(wrong == 0, || format!("{wrong} pieces have changed"))
 }
 
 /// Length of a cycle of work and sleep with [`Load::Busy`].
@@ -146,10 +142,7 @@ impl Load {
                 let mut tag = 0;
                 while begun.elapsed() < WORKING_TIME_PER_CYCLE {
                     match TaggedAllocation::filled(size, tag) {
-                        Some(piece) if piece.tag() != tag => {
-                            return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));
-                        }
-                        Some(_) => {}
+                        Some(piece) => ensure(piece.tag() == tag, || "a piece lost its tag")?,
                         None => refused += 1,
                     }
                     tag += 1;

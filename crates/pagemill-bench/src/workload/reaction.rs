@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pagemill_core::published::{TREE_FILE, TREE_VARIABLE};
 use pagemill_core::reclaim::tree::TreePage;
 
-use super::{Failure, WorkloadResult, child_command};
+use super::{Failure, WorkloadResult, child_command, ensure};
 use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
 
@@ -50,20 +50,20 @@ impl HoarderProcess {
     fn start(mib: usize) -> Result<Self, Failure> {
         let mut command = child_command("__hoarder", &[("--mib", mib.to_string())])?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().map_err(|cause| cause.to_string())?;
+        let mut child = command.spawn()?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(requests), Some(answers)) => Ok(Self { child, requests, answers: BufReader::new(answers) }),
-            _ => Err(Failure::Other("the hoarder has no pipes".to_owned())),
+            _ => Err("the hoarder has no pipes".into()),
         }
     }
 
     /// Makes the hoarder process fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
-        writeln!(self.requests).map_err(|cause| cause.to_string())?;
-        self.answers.read_line(&mut answer).map_err(|cause| cause.to_string())?;
+        writeln!(self.requests)?;
+        self.answers.read_line(&mut answer)?;
         if answer.trim() != "free" {
-            return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
+            return Err(format!("the hoarder answered {answer:?}").into());
         }
         thread::sleep(PAUSE_AFTER_REFILL);
         Ok(())
@@ -126,23 +126,21 @@ fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
 fn join_process_tree() -> Result<&'static TreePage, Failure> {
     let name = TREE_VARIABLE.to_str().unwrap_or_default();
     let folder = std::env::var(name).map_err(|_| format!("{name} is not set: there is no tree to ask"))?;
-    let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|cause| cause.to_string())?;
-    TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
+    let path = CString::new(format!("{folder}/{TREE_FILE}"))?;
+    TreePage::join(&path).map_err(Failure::from)
 }
 
 /// For each line of standard input, fills memory, frees it, and prints a line as the answer.
 pub fn run_hoarder(arguments: &HoarderArguments) -> WorkloadResult {
     let (mut refills, mut answers) = (0_u64, io::stdout());
     for request in io::stdin().lines() {
-        request.map_err(|cause| cause.to_string())?;
+        request?;
         let held: Vec<_> =
             (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
         let is_right = (0..).zip(&held).all(|(tag, piece)| piece.as_ref().is_some_and(|piece| piece.tag() == tag));
         drop(held);
-        if !is_right {
-            return Err(Failure::WrongAnswer("the hoarder's memory lost a tag".to_owned()));
-        }
-        writeln!(answers, "free").and_then(|()| answers.flush()).map_err(|cause| cause.to_string())?;
+        ensure(is_right, || "the hoarder's memory lost a tag")?;
+        writeln!(answers, "free").and_then(|()| answers.flush())?;
         refills += 1;
     }
     Ok(serde_json::json!({ "refills": refills }))

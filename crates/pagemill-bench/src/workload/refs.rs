@@ -8,9 +8,9 @@ use pagemill_cache::mapping::policy::Always;
 use pagemill_cache::mapping::{Mapping, PageCache};
 use pagemill_core::units::BLOCK_BYTES;
 
-use super::hit::{cache, failed, write_all};
+use super::hit::{cache, write_all};
 use super::steps::run_in_threads;
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::native::{Pages, SharedCounters};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
@@ -45,7 +45,7 @@ pub fn run(arguments: &RefsArguments) -> WorkloadResult {
     let folios = if arguments.own { arguments.threads } else { 1 };
     let len_bytes = arguments.range_kib << 10;
     if len_bytes > BLOCK_BYTES {
-        return Err("the range is longer than a huge folio".to_owned().into());
+        return Err("the range is longer than a huge folio".into());
     }
     let folio_of = |thread: usize| if arguments.own { thread } else { 0 };
     let ns = if arguments.way == PinMethod::PerPage {
@@ -61,23 +61,21 @@ pub fn run(arguments: &RefsArguments) -> WorkloadResult {
             }
             Ok(())
         })?;
-        if (0..folios * PAGES_PER_BLOCK).any(|page| counts.counter(page).load(Acquire) != 0) {
-            return Err(Failure::WrongAnswer("a reference was not given back".to_owned()));
-        }
+        ensure(
+            (0..folios * PAGES_PER_BLOCK).all(|page| counts.counter(page).load(Acquire) == 0),
+            || "a reference was not given back",
+        )?;
         ns
     } else {
         let (cache, file) = file_of_huge_folios(folios, arguments.way == PinMethod::Splittable)?;
         let ns = mean_ns_in_threads(arguments, |thread| {
-            let pins = file.pin_range((folio_of(thread) * BLOCK_BYTES) as u64, len_bytes).map_err(failed)?;
-            match pins.first() {
-                Some(pin) if pins.len() == 1 && pin.len_bytes() >= len_bytes => Ok(()),
-                _ => Err(Failure::WrongAnswer("a range of a folio is not one pin".to_owned())),
-            }
+            let pins = file.pin_range((folio_of(thread) * BLOCK_BYTES) as u64, len_bytes)?;
+            let is_one = pins.len() == 1 && pins.first().is_some_and(|pin| pin.len_bytes() >= len_bytes);
+            ensure(is_one, || "a range of a folio is not one pin")
         })?;
         let usage = cache.usage();
-        if usage.locked != 0 || usage.huge != (folios * BLOCK_BYTES) as u64 {
-            return Err(Failure::WrongAnswer(format!("a reference was not given back: {usage:?}")));
-        }
+        let is_right = usage.locked == 0 && usage.huge == (folios * BLOCK_BYTES) as u64;
+        ensure(is_right, || format!("a reference was not given back: {usage:?}"))?;
         check_folios(&file, folios)?;
         ns
     };
@@ -89,11 +87,11 @@ fn file_of_huge_folios(folios: usize, may_split: bool) -> Result<(PageCache, Map
     let bytes = (folios * BLOCK_BYTES) as u64;
     // The cache may use more than twice the memory of the file, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
-    let file = cache.create().map_err(failed)?;
+    let file = cache.create()?;
     fill_folios(&file, folios)?;
     match cache.usage() {
         usage if usage.huge == bytes => Ok((cache, file)),
-        usage => Err(Failure::Other(format!("the file does not lie in huge folios: {usage:?}"))),
+        usage => Err(format!("the file does not lie in huge folios: {usage:?}").into()),
     }
 }
 
@@ -108,10 +106,9 @@ fn fill_folios(file: &Mapping, folios: usize) -> Result<(), Failure> {
 fn check_folios(file: &Mapping, folios: usize) -> Result<(), Failure> {
     let mut bytes = vec![0; BLOCK_BYTES];
     for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
-        let read = file.read_at(&mut bytes, offset).map_err(failed)?;
-        if read != BLOCK_BYTES || !pattern::is_intact(&bytes, 0, offset) {
-            return Err(Failure::WrongAnswer(format!("the folio at {offset} is not what was put there")));
-        }
+        let read = file.read_at(&mut bytes, offset)?;
+        let is_right = read == BLOCK_BYTES && pattern::is_intact(&bytes, 0, offset);
+        ensure(is_right, || format!("the folio at {offset} is not what was put there"))?;
     }
     Ok(())
 }
@@ -163,10 +160,7 @@ fn time_operation(
     let begun = Instant::now();
     let is_done = operation();
     times.push(begun.elapsed().as_nanos() as f64);
-    match is_done.map_err(failed)? {
-        true => Ok(()),
-        false => Err(Failure::WrongAnswer("a folio was not split, or not made huge again".to_owned())),
-    }
+    ensure(is_done?, || "a folio was not split, or not made huge again")
 }
 
 fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
@@ -182,9 +176,8 @@ fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
     }
     check_folios(&file, folios)?;
     let usage = cache.usage();
-    if usage.huge != (folios * BLOCK_BYTES) as u64 || usage.small != 0 {
-        return Err(Failure::WrongAnswer(format!("not all is huge again: {usage:?}")));
-    }
+    let is_right = usage.huge == (folios * BLOCK_BYTES) as u64 && usage.small == 0;
+    ensure(is_right, || format!("not all is huge again: {usage:?}"))?;
     let median = |times: &[f64]| stats::median(&times[folios..]);
     Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
 }
@@ -198,7 +191,7 @@ fn time_copies(folios: usize, run: Duration) -> WorkloadResult {
     for (folio, block) in blocks.iter_mut().enumerate().take(folios) {
         block.copy_from_slice(records.stamped_at(0, (folio * BLOCK_BYTES) as u64));
     }
-    let Some(mut spare) = blocks.pop() else { return Err("no blocks".to_owned().into()) };
+    let Some(mut spare) = blocks.pop() else { return Err("no blocks".into()) };
     let mut times = Vec::new();
     let begun = Instant::now();
     while begun.elapsed() < run || times.len() < 2 * folios {
@@ -210,9 +203,7 @@ fn time_copies(folios: usize, run: Duration) -> WorkloadResult {
         }
     }
     for (folio, block) in blocks.iter().enumerate() {
-        if !pattern::is_intact(block, 0, (folio * BLOCK_BYTES) as u64) {
-            return Err(Failure::WrongAnswer("a copy is not what was copied".to_owned()));
-        }
+        ensure(pattern::is_intact(block, 0, (folio * BLOCK_BYTES) as u64), || "a copy is not what was copied")?;
     }
     Ok(serde_json::json!({ "copy_ns": stats::median(&times[folios..]), "turns": times.len() }))
 }

@@ -14,7 +14,7 @@ crate::workload::arguments! {
 pub fn run(arguments: &SmallArguments) -> WorkloadResult {
     let size = arguments.size;
     if size < size_of::<u64>() {
-        return Err("a block holds a tag of eight bytes".to_owned().into());
+        return Err("a block holds a tag of eight bytes".into());
     }
     let mut line = arguments.plan.measure(PAIRS_PER_STEP as usize, FreeOrder::Allocation, || Malloc { size })?;
     line["ns_per_pair"] = line["ns"].take();

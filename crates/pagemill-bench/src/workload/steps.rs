@@ -44,7 +44,7 @@ impl ThreadTimes {
 
 /// Waits for the end of a thread and returns its result. A panic of the thread is returned as an error.
 pub fn join<T>(worker: ScopedJoinHandle<'_, Result<T, Failure>>) -> Result<T, Failure> {
-    worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))
+    worker.join().unwrap_or_else(|_| Err("a thread panicked".into()))
 }
 
 fn join_all<T>(workers: Vec<ScopedJoinHandle<'_, Result<T, Failure>>>) -> Result<Vec<T>, Failure> {

@@ -13,7 +13,7 @@ use pagemill_volatile::vrange::Mode;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
 use super::steps::run_in_threads;
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::histogram::Histogram;
 use crate::native::Pages;
 use crate::stats;
@@ -69,8 +69,7 @@ pub fn measure_toggle(arguments: &ToggleArguments) -> WorkloadResult {
 }
 
 fn make_testbed() -> Result<&'static Testbed, Failure> {
-    Testbed::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED)
-        .map_err(|error| Failure::Other(error.to_string()))
+    Testbed::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED).map_err(Failure::from)
 }
 
 fn toggle_in_thread(
@@ -86,7 +85,7 @@ fn toggle_in_thread(
         Method::Handles | Method::Pin => {
             let ranges = make_ranges(pagemill, count.min(512), range_bytes, index as u8)?;
             if arguments.way == Method::Pin {
-                ranges.iter().try_for_each(VolatileBuf::mark).map_err(|error| error.to_string())?;
+                ranges.iter().try_for_each(VolatileBuf::mark)?;
             }
             start.wait();
             let result =
@@ -105,7 +104,7 @@ fn toggle_in_thread(
             time_repeated(duration, |index| {
                 let at = index % count * range_bytes;
                 area.vrange(pagemill, at, range_bytes, true)?;
-                area.vrange(pagemill, at, range_bytes, false)
+                Ok(area.vrange(pagemill, at, range_bytes, false)?)
             })
         }
         Method::Free | Method::Dontneed => {
@@ -121,7 +120,7 @@ fn toggle_in_thread(
 /// thread. Reads the clock once per hundred operations.
 fn time_repeated(
     duration: Duration,
-    mut operation: impl FnMut(usize) -> Result<(), String>,
+    mut operation: impl FnMut(usize) -> Result<(), Failure>,
 ) -> Result<(f64, u64), Failure> {
     const BATCH: usize = 100;
     let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
@@ -138,20 +137,18 @@ fn time_repeated(
 fn time_marks(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), Failure> {
     time_repeated(duration, |index| {
         let range = &ranges[index % ranges.len()];
-        range.mark().map_err(|error| error.to_string())?;
-        match range.unmark() {
-            Ok(Contents::Kept) => Ok(()),
-            Ok(contents) => Err(format!("without pressure a range was lost: {contents:?}")),
-            Err(error) => Err(error.to_string()),
+        range.mark()?;
+        match range.unmark()? {
+            Contents::Kept => Ok(()),
+            contents => Err(format!("without pressure a range was lost: {contents:?}").into()),
         }
     })
 }
 
 fn time_pins(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), Failure> {
-    time_repeated(duration, |index| match ranges[index % ranges.len()].pin() {
-        Ok(pin) if pin.contents() == Contents::Kept => Ok(()),
-        Ok(pin) => Err(format!("without pressure a range was lost: {:?}", pin.contents())),
-        Err(error) => Err(error.to_string()),
+    time_repeated(duration, |index| match ranges[index % ranges.len()].pin()?.contents() {
+        Contents::Kept => Ok(()),
+        contents => Err(format!("without pressure a range was lost: {contents:?}").into()),
     })
 }
 
@@ -193,17 +190,14 @@ fn make_ranges(
         range.bytes_mut()?.fill(byte);
         Ok(range)
     });
-    made.collect::<pagemill_core::Result<_>>().map_err(|error| Failure::Other(error.to_string()))
+    made.collect::<pagemill_core::Result<_>>().map_err(Failure::from)
 }
 
 fn check_bytes(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
     let is_right = |range: &VolatileBuf| {
         range.pin().is_ok_and(|pin| pin.whole().is_some_and(|all| all.iter().all(|found| *found == byte)))
     };
-    match ranges.iter().all(is_right) {
-        true => Ok(()),
-        false => Err(Failure::WrongAnswer("bytes of a range changed without pressure".to_owned())),
-    }
+    ensure(ranges.iter().all(is_right), || "bytes of a range changed without pressure")
 }
 
 /// Measures the rate of purging huge pages, and the 99.9th percentile of the time to unmark a range during its purge.
@@ -214,14 +208,14 @@ pub fn measure_purging(arguments: &PurgingArguments) -> WorkloadResult {
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
         let ranges = make_ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
-        ranges.iter().try_for_each(VolatileBuf::mark).map_err(|error| error.to_string())?;
+        ranges.iter().try_for_each(VolatileBuf::mark)?;
         pagemill.account.reconcile();
         let begun = Instant::now();
         let freed = pagemill.ranges.shrink(bytes as u64, Urgency::Request);
         let took = begun.elapsed();
-        if (freed as usize) < bytes / HUGE_RANGE_BYTES * HUGE_RANGE_BYTES {
-            return Err(Failure::WrongAnswer(format!("of {bytes} bytes the kernel took {freed}")));
-        }
+        ensure((freed as usize) >= bytes / HUGE_RANGE_BYTES * HUGE_RANGE_BYTES, || {
+            format!("of {bytes} bytes the kernel took {freed}")
+        })?;
         if round > 0 {
             best.push(freed as f64 / took.as_secs_f64() / 1e9);
         }
@@ -259,12 +253,10 @@ fn measure_purge_of_marks(pagemill: &'static Testbed, bytes: usize, mode: Mode) 
         let took = begun.elapsed();
         let is_right = |at| area.is_readable(at) == (mode == Mode::Volatile);
         let are_all_right = (0..bytes).step_by(Pages::page_bytes()).all(is_right);
-        let is_purged = area.mark(pagemill, 0, bytes, Mode::Nonvolatile).map_err(|error| error.to_string())?;
-        if freed as usize != bytes || !are_all_right || !is_purged {
-            return Err(Failure::WrongAnswer(format!(
-                "of {bytes} bytes the kernel took {freed}, or pages show it wrong"
-            )));
-        }
+        let is_purged = area.mark(pagemill, 0, bytes, Mode::Nonvolatile)?;
+        ensure(freed as usize == bytes && are_all_right && is_purged, || {
+            format!("of {bytes} bytes the kernel took {freed}, or pages show it wrong")
+        })?;
         if round > 0 {
             rates.push(freed as f64 / took.as_secs_f64() / 1e9);
         }
@@ -309,10 +301,10 @@ fn measure_unmark_times(pagemill: &'static Testbed, run: Duration) -> Result<His
         })();
         is_over.store(true, Relaxed);
         let _ = purger.join();
-        result.map_err(|error| Failure::Other(error.to_string()))
+        result.map_err(Failure::from)
     })?;
     match waits.count() {
-        0 => Err(Failure::Other("no unmarking met a purge".to_owned())),
+        0 => Err("no unmarking met a purge".into()),
         _ => Ok(waits),
     }
 }

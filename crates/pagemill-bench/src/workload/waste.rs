@@ -47,7 +47,7 @@ pub fn run(arguments: &WasteArguments) -> WorkloadResult {
     let later = used()?;
     let share = match arguments.step {
         0 => None,
-        _ => huge_fraction(&folder.join("file-0"), arguments.bytes).map_err(|cause| cause.to_string())?,
+        _ => huge_fraction(&folder.join("file-0"), arguments.bytes)?,
     };
     arguments.place.check()?;
     Ok(serde_json::json!({ "used_at_once": mib(at_once), "used_after_second": mib(later), "huge_share": share }))

@@ -28,7 +28,7 @@ pub fn run(arguments: &ReturningArguments) -> WorkloadResult {
     let more_mib = || (proc::own_resident_bytes() as f64 - before as f64) / f64::from(1 << 20);
     let mut chain = Chain::new(arguments.size)?;
     if fill(&mut chain, arguments.size, arguments.mib << 20) > 0 {
-        return Err("malloc refused without a limit".to_owned().into());
+        return Err("malloc refused without a limit".into());
     }
     let filled_mib = more_mib();
     free(&mut chain, arguments.size, Freed::All)?;

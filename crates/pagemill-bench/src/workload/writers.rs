@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult, check_status, child_command};
+use super::{Failure, WorkloadResult, check_status, child_command, ensure};
 use crate::native::TaggedAllocation;
 
 /// Size of the allocations in each phase of a writer, in KiB.
@@ -46,12 +46,10 @@ pub fn run(arguments: &WritersArguments) -> WorkloadResult {
     });
     let seconds = start.elapsed().as_secs_f64();
     for mut sibling in siblings {
-        let status = sibling.wait().map_err(|cause| cause.to_string())?;
+        let status = sibling.wait()?;
         check_status("a sibling", status)?;
     }
-    if counters.wrong.into_inner() > 0 {
-        return Err(Failure::WrongAnswer("memory lost a tag".to_owned()));
-    }
+    ensure(counters.wrong.into_inner() == 0, || "memory lost a tag")?;
     let gib = counters.bytes.into_inner() as f64 / f64::from(1 << 30);
     Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": counters.refused.into_inner() }))
 }
@@ -64,7 +62,7 @@ fn start_sibling(arguments: &WritersArguments) -> Result<Child, Failure> {
     ];
     let mut command = child_command("__writers", &options)?;
     command.stdout(Stdio::null());
-    command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
+    command.spawn().map_err(Failure::from)
 }
 
 /// Runs one writer thread for at least one phase. In each phase, the thread fills its memory with allocations of one

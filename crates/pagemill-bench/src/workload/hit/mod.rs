@@ -16,12 +16,12 @@ use fastrand::Rng;
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::steps::run_in_threads;
-use super::{Failure, WorkloadResult};
+use super::{Failure, WorkloadResult, ensure};
 use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-pub use page_cache::{SmallFilesArguments, cache, cache_of, failed, measure_files, write_all};
+pub use page_cache::{SmallFilesArguments, cache, cache_of, measure_files, write_all};
 
 /// What is measured: the page cache, its building blocks (plain memory, with and without state words), files that are
 /// mapped or read by system calls, and other caches (foyer, quick_cache).
@@ -169,13 +169,12 @@ fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     let mut record = [0; RECORD_BYTES];
     for page in 0..pages {
         let offset = (page * RECORD_BYTES) as u64;
-        if !store.copy(page, &mut record) || !pattern::is_intact(&record, 0, offset) {
-            return Err(Failure::WrongAnswer(format!("page {page} is not what was put there")));
-        }
+        let is_right = store.copy(page, &mut record) && pattern::is_intact(&record, 0, offset);
+        ensure(is_right, || format!("page {page} is not what was put there"))?;
         let words = [D::CAN_PIN.then(|| store.pin(page)), store.pin_hinted(page), store.read_hinted(page)];
-        if words.into_iter().flatten().any(|word| word != stamp_of_page(page)) {
-            return Err(Failure::WrongAnswer(format!("the word of page {page} is another one")));
-        }
+        ensure(words.into_iter().flatten().all(|word| word == stamp_of_page(page)), || {
+            format!("the word of page {page} is another one")
+        })?;
     }
     Ok(())
 }
@@ -250,8 +249,6 @@ fn time_repeated(run: Duration, mut operation: impl FnMut() -> u64) -> Result<f6
         done += BATCH_OPERATIONS;
     }
     let took = begun.elapsed();
-    match wrong {
-        0 => Ok(took.as_nanos() as f64 / done as f64),
-        wrong => Err(Failure::WrongAnswer(format!("{wrong} of {done} pages were not what was put there"))),
-    }
+    ensure(wrong == 0, || format!("{wrong} of {done} pages were not what was put there"))?;
+    Ok(took.as_nanos() as f64 / done as f64)
 }

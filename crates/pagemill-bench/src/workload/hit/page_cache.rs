@@ -7,7 +7,7 @@ use pagemill_testbed::Testbed;
 
 use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
@@ -28,10 +28,6 @@ pub struct CachedFile {
     hints: Vec<FolioHint>,
 }
 
-pub fn failed(error: impl Into<pagemill_core::Error>) -> Failure {
-    Failure::Other(error.into().to_string())
-}
-
 /// Makes a page cache whose pages have the size of a record.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<PageCache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
@@ -44,15 +40,15 @@ pub fn cache_of(
     policy: Box<dyn Policy>,
     may_split: bool,
 ) -> Result<PageCache, Failure> {
-    let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
-    let pagemill = Testbed::of_process().map_err(failed)?;
+    let page = PageSize::new(page_bytes).ok_or("no such page size here")?;
+    let pagemill = Testbed::of_process()?;
     // Without this call, the background thread could collapse small folios into huge ones.
     pagemill.caches.collapse_by_hand();
     // With these percentages, dirty pages are written back only when the workload requests it.
     let writeback = Writeback::default().background_percent(100).most_percent(100);
     let settings =
         PageCache::builder("bench").limit(limit_bytes).page(page).policy(policy).split(may_split).writeback(writeback);
-    settings.build_in(pagemill.caches).map_err(failed)
+    settings.build_in(pagemill.caches).map_err(Failure::from)
 }
 
 impl CachedFile {
@@ -61,25 +57,25 @@ impl CachedFile {
         let bytes = (pages * RECORD_BYTES) as u64;
         let policy: Box<dyn Policy> = if folios == FolioKind::Huge { Box::new(Always) } else { Box::new(Never) };
         let cache = cache(bytes + SPARE_BYTES, policy, true)?;
-        let file = cache.create().map_err(failed)?;
+        let file = cache.create()?;
         for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();
         let expected = if folios == FolioKind::Huge { (bytes, 0) } else { (0, bytes) };
         if (usage.huge, usage.small) != expected {
-            return Err(Failure::Other(format!("{folios:?}: the file lies elsewhere: {usage:?}")));
+            return Err(format!("{folios:?}: the file lies elsewhere: {usage:?}").into());
         }
         let mut hints = vec![FolioHint::default(); pages];
         for (page, hint) in hints.iter_mut().enumerate() {
-            drop(file.pin_hinted(hint, (page * RECORD_BYTES) as u64).map_err(failed)?);
+            drop(file.pin_hinted(hint, (page * RECORD_BYTES) as u64)?);
         }
         Ok(Self { cache, file, pages, hints })
     }
 }
 
 pub fn write_all(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
-    match file.write_at(bytes, offset).map_err(failed)? {
+    match file.write_at(bytes, offset)? {
         written if written == bytes.len() => Ok(()),
-        written => Err(Failure::Other(format!("of {} bytes {written} were written", bytes.len()))),
+        written => Err(format!("of {} bytes {written} were written", bytes.len()).into()),
     }
 }
 
@@ -140,17 +136,17 @@ pub fn measure_files(arguments: &SmallFilesArguments) -> WorkloadResult {
     let cache = cache(2 * rounded as u64 + SPARE_BYTES, Box::new(pagemill_cache::mapping::policy::Auto), true)?;
     let mut bytes = vec![0; arguments.bytes];
     for index in 0..arguments.files {
-        let file = cache.create().map_err(failed)?;
+        let file = cache.create()?;
         bytes.fill(byte(index));
         write_all(&file, &bytes, 0)?;
         files.push(file);
     }
     let grown = resident_bytes()?.saturating_sub(before);
     for (index, file) in files.iter().enumerate() {
-        let read = file.read_at(&mut bytes, 0).map_err(failed)?;
-        if read != bytes.len() || file.size_bytes() != read as u64 || bytes.iter().any(|found| *found != byte(index)) {
-            return Err(Failure::WrongAnswer(format!("file {index} is not what was written")));
-        }
+        let read = file.read_at(&mut bytes, 0)?;
+        let is_whole = read == bytes.len() && file.size_bytes() == read as u64;
+        let is_right = is_whole && bytes.iter().all(|found| *found == byte(index));
+        ensure(is_right, || format!("file {index} is not what was written"))?;
     }
     let total = cache.usage().total();
     Ok(serde_json::json!({ "resident_ratio": grown as f64 / rounded, "counted_ratio": total as f64 / rounded }))

@@ -62,7 +62,7 @@ impl Quick {
     pub fn new(pages: usize) -> Result<Self, Failure> {
         let mut options = OptionsBuilder::new();
         options.shards(SHARDS).estimated_items_capacity(pages).weight_capacity((CAPACITY_FACTOR * pages) as u64);
-        let options = options.build().map_err(|error| Failure::Other(error.to_string()))?;
+        let options = options.build()?;
         let lifecycle = DefaultLifecycle::default();
         let cache = QuickCache::with_options(options, UnitWeighter, DefaultHashBuilder::default(), lifecycle);
         fill(pages, |key, record| cache.insert(key, record.into()));

@@ -178,7 +178,7 @@ impl FileLocation {
         match (&arguments.place, arguments.cached) {
             (_, true) => CachedFiles::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
             (Some(place), false) => Ok(Self::Mount(place.clone())),
-            (None, false) => Err("files need a place, or a cache".to_owned().into()),
+            (None, false) => Err("files need a place, or a cache".into()),
         }
     }
 
@@ -253,9 +253,8 @@ fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Ve
     };
     thread::scope(|scope| {
         let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || run_job(job, cached_files, wait))).collect();
-        let join = |worker: thread::ScopedJoinHandle<'_, _>| {
-            worker.join().unwrap_or_else(|_| Err(Failure::Other("a worker panicked".to_owned())))
-        };
+        let join =
+            |worker: thread::ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|_| Err("a worker panicked".into()));
         workers.into_iter().map(join).collect()
     })
 }
@@ -264,7 +263,7 @@ fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Ve
 fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
-    let executable = child::own_executable().map_err(|error| error.to_string())?;
+    let executable = child::own_executable()?;
     let start = |job| -> io::Result<(Child, BufReader<_>)> {
         let mut command = Command::new(&executable);
         command.args(["__iozone-part", "--job", &serde_json::to_string(job)?]);
@@ -281,9 +280,9 @@ fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
         let mut text = String::new();
         stdout.read_to_string(&mut text).map_err(failed)?;
         match child.wait().map_err(failed)?.code() {
-            Some(0) => serde_json::from_str(&text).map_err(|cause| Failure::Other(cause.to_string())),
+            Some(0) => serde_json::from_str(&text).map_err(Failure::from),
             Some(child::WRONG_ANSWER) => Err(Failure::WrongAnswer("a worker read a wrong record".to_owned())),
-            code => Err(Failure::Other(format!("a worker ended with status {}", code.unwrap_or(-1)))),
+            code => Err(format!("a worker ended with status {}", code.unwrap_or(-1)).into()),
         }
     };
     workers.into_iter().map(end).collect()
@@ -292,7 +291,7 @@ fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
 /// Runs one worker process: prints that it is ready, waits for the end of the pipe, does its work, and prints its
 /// times.
 pub fn run_worker(arguments: &WorkerArguments) -> WorkloadResult {
-    let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
+    let job: Job = serde_json::from_str(&arguments.job)?;
     let interval = run_job(&job, None, || {
         println!("ready");
         // The end of file starts the work. An error also starts it.

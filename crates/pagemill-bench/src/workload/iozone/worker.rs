@@ -12,7 +12,7 @@ use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use super::{Interval, Job, Operation, now_ns};
 use crate::files::mapping::{Access, Mapping};
 use crate::pattern::{self, RECORD_BYTES};
-use crate::workload::Failure;
+use crate::workload::{Failure, ensure};
 
 /// Prepares the worker, waits for all other workers, and runs the operation. A worker that cannot open its file also
 /// waits, because the others wait for all workers.
@@ -35,12 +35,12 @@ impl CachedFiles {
     /// Makes a cache with default settings, which include its background thread. The cache's limit is far above the
     /// size of the data.
     pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
-        let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
+        let page = PageSize::new(RECORD_BYTES).ok_or("no pages of a record's size here")?;
         // The limit is twice the bytes of the files, plus a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
         let settings = PageCache::builder("iozone").limit(limit_bytes).page(page);
         let cache = pagemill_testbed::Testbed::of_process().and_then(|pagemill| settings.build_in(pagemill.caches));
-        let cache = cache.map_err(|error| error.to_string())?;
+        let cache = cache?;
         Ok(Self { cache, files: (0..files).map(|_| Mutex::new(None)).collect() })
     }
 
@@ -176,10 +176,9 @@ impl Worker {
         self.file_access.read(record, offset)?;
         // Only the record's stamp is checked. `black_box` makes the compiler copy the whole record nevertheless.
         let record = std::hint::black_box(&*record);
-        match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
-            true => Ok(()),
-            false => Err(Failure::WrongAnswer(format!("{}: a wrong record at {offset}", job.path.display()))),
-        }
+        ensure(pattern::is_stamped(record, job.file, offset as u64, job.generation), || {
+            format!("{}: a wrong record at {offset}", job.path.display())
+        })
     }
 }
 

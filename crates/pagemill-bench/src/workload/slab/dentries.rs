@@ -12,8 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, Slabs, Target};
 use pagemill_xarray as xarray;
 
-use crate::workload::Failure;
-use crate::workload::hit::failed;
+use crate::workload::{Failure, ensure};
 
 /// Number of 64-bit words in the name of an entry.
 const NAME_WORDS: usize = 5;
@@ -205,10 +204,10 @@ impl DentryTree {
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
         let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
         let owner = DentryOwner { table, change_lock: Mutex::new(()) };
-        let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
+        let cache = slabs.by_owner(Settings::new("dentries"), owner)?;
         // With this ratio, every partial slab is defragmented. A lower ratio would leave slabs that are half used as
         // they are, and this workload adds and removes directories by halves.
-        cache.set_defrag_used_ratio(100).map_err(failed)?;
+        cache.set_defrag_used_ratio(100)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
         tree.make_entry(None, 0, true)?;
         Ok(tree)
@@ -221,9 +220,9 @@ impl DentryTree {
     }
 
     fn make_entry(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
-        let number = self.free.pop().ok_or_else(|| Failure::Other("the table of entries is full".to_owned()))?;
+        let number = self.free.pop().ok_or("the table of entries is full")?;
         let owner = self.cache.owner();
-        let new = self.cache.allocate().map_err(failed)?;
+        let new = self.cache.allocate()?;
         // SAFETY: this is a free object of the cache, which is constructed.
         let dentry = unsafe { new.as_ref() };
         dentry.number.store(number, Relaxed);
@@ -289,9 +288,8 @@ impl DentryTree {
             for entry in iter::successors(entry_at(&directory.first), |entry| entry_at(&entry.next)) {
                 let name = entry.name.each_ref().map(|word| word.load(Relaxed));
                 let parent = entry_at(&entry.parent).map(|parent| parent.number.load(Relaxed));
-                if name <= last || parent != Some(number) {
-                    return Err(Failure::WrongAnswer(format!("an entry is out of its place in directory {number}")));
-                }
+                let is_right = name > last && parent == Some(number);
+                ensure(is_right, || format!("an entry is out of its place in directory {number}"))?;
                 sum.add_name(&name);
                 last = name;
                 if entry.is_directory.load(Relaxed) == 1 {
@@ -303,11 +301,11 @@ impl DentryTree {
     }
 
     pub fn compact(&self) -> Result<(), Failure> {
-        self.cache.shrink().map(|_| ()).map_err(failed)
+        self.cache.shrink().map(|_| ()).map_err(Failure::from)
     }
 
     pub fn moved_count(&self) -> Result<u64, Failure> {
-        self.cache.info().map(|info| info.moved).map_err(failed)
+        self.cache.info().map(|info| info.moved).map_err(Failure::from)
     }
 }
 

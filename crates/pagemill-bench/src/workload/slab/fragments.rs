@@ -13,7 +13,7 @@ use super::owner_store::{AddressTable, OwnerStore};
 use crate::native::{GiveBack, Pages};
 use crate::proc;
 use crate::stats::mib;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// The seed of the random order of the objects. All subjects use the same seed, so that they free the same objects in
 /// the same order.
@@ -72,7 +72,7 @@ impl SubjectOptions {
         match self.size {
             192 => self.run_with_object_words::<24>(provider, work),
             576 => self.run_with_object_words::<72>(provider, work),
-            other => Err(Failure::Other(format!("objects are of 192 or of 576 bytes, not of {other}"))),
+            other => Err(format!("objects are of 192 or of 576 bytes, not of {other}").into()),
         }
     }
 
@@ -149,12 +149,10 @@ impl<Reference> FragmentationPlan<Reference> {
         let references =
             (0..).zip(&self.references).filter_map(|(number, reference)| Some((number, reference.as_ref()?)));
         let wrong = references.clone().filter(|(number, reference)| !store.has_number(reference, *number)).count();
-        match (wrong, references.count()) {
-            (0, count) if count == self.order.len() / OBJECTS_PER_KEPT_ONE => Ok(()),
-            (wrong, count) => {
-                Err(Failure::WrongAnswer(format!("{wrong} of {count} objects are not what was put there")))
-            }
-        }
+        let count = references.count();
+        ensure(wrong == 0 && count == self.order.len() / OBJECTS_PER_KEPT_ONE, || {
+            format!("{wrong} of {count} objects are not what was put there")
+        })
     }
 }
 
@@ -233,10 +231,11 @@ fn time_copy_ns<const WORDS: usize, Reference>(
     }
     let took = begun.elapsed();
     let is_whole = |(number, to): (&u32, &[u8])| to.iter().all(|byte| *byte == *number as u8);
-    match kept_numbers.iter().zip(to.chunks_exact(size)).take(copies).all(is_whole) {
-        true => Ok(took.as_nanos() as f64 / copies as f64),
-        false => Err(Failure::WrongAnswer("a copy is not what was copied".to_owned())),
-    }
+    ensure(
+        kept_numbers.iter().zip(to.chunks_exact(size)).take(copies).all(is_whole),
+        || "a copy is not what was copied",
+    )?;
+    Ok(took.as_nanos() as f64 / copies as f64)
 }
 
 #[cfg(test)]

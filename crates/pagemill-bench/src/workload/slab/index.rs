@@ -8,8 +8,8 @@ use pagemill_slab::Slabs;
 use super::turns::{TurnsArguments, repeat_walk_for};
 use crate::pattern::RECORD_BYTES;
 use crate::stats;
-use crate::workload::hit::{cache, failed, write_all};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::hit::{cache, write_all};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// One page of the file in this many is resident.
 const PAGES_PER_RESIDENT_ONE: u64 = 6;
@@ -59,7 +59,7 @@ fn moved_count(slabs: &Slabs) -> u64 {
 /// Makes a file with `pages` resident pages. At the same time makes pages of another file, which is then dropped. So
 /// the index nodes of the returned file are scattered in memory.
 fn make_file_with_scattered_nodes(cache: &PageCache, pages: u64) -> Result<Mapping, Failure> {
-    let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
+    let (file, other) = (cache.create()?, cache.create()?);
     let mut nodes = 0;
     for page in 0..pages {
         let index = page * PAGES_PER_RESIDENT_ONE;
@@ -80,17 +80,15 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
     let (size, page_bytes) = (file.size_bytes(), RECORD_BYTES as u64);
     let (mut count, mut sum, mut from) = (0, 0, 0);
     while from < size {
-        let Some(offset) = file.seek_data(from).map_err(failed)? else { break };
+        let Some(offset) = file.seek_data(from)? else { break };
         count += 1;
         sum += offset / page_bytes;
         from = (offset / page_bytes + 1) * page_bytes;
     }
     // The expected sum is that of all multiples of `PAGES_PER_RESIDENT_ONE`.
-    if (count, sum) == (pages, PAGES_PER_RESIDENT_ONE * (pages * pages.saturating_sub(1) / 2)) {
-        Ok(count)
-    } else {
-        Err(Failure::WrongAnswer(format!("{count} of {pages} pages are there, or not where they were")))
-    }
+    let is_right = (count, sum) == (pages, PAGES_PER_RESIDENT_ONE * (pages * pages.saturating_sub(1) / 2));
+    ensure(is_right, || format!("{count} of {pages} pages are there, or not where they were"))?;
+    Ok(count)
 }
 
 #[cfg(test)]

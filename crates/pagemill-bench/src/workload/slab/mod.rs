@@ -18,7 +18,6 @@ mod torture_command;
 mod turns;
 mod walks;
 
-use super::hit::failed;
 use super::{Failure, WorkloadResult};
 use pagemill_slab::Slabs;
 use pagemill_testbed::Testbed;
@@ -63,7 +62,7 @@ type SlabsProvider = fn() -> Result<&'static Slabs, Failure>;
 /// Returns the slabs of this process and turns their background defragmentation off, so that only the workload moves
 /// objects.
 fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
-    let pagemill = Testbed::of_process().map_err(failed)?;
+    let pagemill = Testbed::of_process()?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
@@ -73,7 +72,7 @@ fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
 fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     use pagemill_core::arena::Layout;
     let layout = Layout { huge_from_bytes: Layout::for_program().huge_from_bytes, ..Layout::for_test() };
-    let pagemill = Testbed::new(layout, pagemill_core::reclaim::tree::UNLIMITED).map_err(failed)?;
+    let pagemill = Testbed::new(layout, pagemill_core::reclaim::tree::UNLIMITED)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }

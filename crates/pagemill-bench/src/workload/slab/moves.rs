@@ -13,7 +13,7 @@ use pagemill_slab::Slabs;
 use super::shared_objects::{HandleObjects, OwnerObjects, SharedObjects};
 use super::turns::run_with_defragmentation;
 use crate::workload::steps::{self, StepWork};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// The kind of slab cache: its objects are found through their owner, or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -81,7 +81,7 @@ fn measure_reader_and_writer<O: SharedObjects>(
     let took = begun.elapsed();
     let moved = objects.info()?.moved;
     if (moved > 0) != arguments.defrag {
-        return Err(Failure::Other(format!("{moved} objects were moved, which is not what was to be measured")));
+        return Err(format!("{moved} objects were moved, which is not what was to be measured").into());
     }
     Ok(serde_json::json!({
         "reads_per_second": times.per_second(READER_THREAD),
@@ -136,10 +136,7 @@ impl<O: SharedObjects> Reader<'_, O> {
     }
 
     fn check_results(&mut self) -> Result<(), Failure> {
-        match self.wrong {
-            0 => Ok(()),
-            wrong => Err(Failure::WrongAnswer(format!("{wrong} reads found another object"))),
-        }
+        ensure(self.wrong == 0, || format!("{} reads found another object", self.wrong))
     }
 }
 
@@ -211,9 +208,7 @@ impl<O: SharedObjects> Writer<'_, O> {
     fn check_results(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::enter()).ok();
-            if found != Some(*expected) {
-                return Err(Failure::WrongAnswer(format!("object {number}: {found:?} instead of {expected:?}")));
-            }
+            ensure(found == Some(*expected), || format!("object {number}: {found:?} instead of {expected:?}"))?;
         }
         Ok(())
     }

@@ -8,8 +8,7 @@ use pagemill_slab as slab;
 use pagemill_slab::{FixedSlab, Handle, HandleMap, Progress, Settings, Slabs, Slot};
 
 use crate::native::{self, GiveBack, WordAllocation};
-use crate::workload::Failure;
-use crate::workload::hit::failed;
+use crate::workload::{Failure, ensure};
 
 /// An allocator or a cache that stores objects of `WORDS` words.
 pub trait ObjectStore<const WORDS: usize>: Sync {
@@ -29,7 +28,7 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
 
     /// Returns all free memory to the system, by the call that this allocator or cache has for it.
     fn give_back(&self) -> Result<(), Failure> {
-        self.movable_cache().map_or(Ok(()), |cache| cache.shrink().map(drop).map_err(failed))
+        self.movable_cache().map_or(Ok(()), |cache| cache.shrink().map(drop).map_err(Failure::from))
     }
 
     /// Makes one step of defragmentation. If another thread was making a step, the result is a step without progress.
@@ -37,13 +36,13 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
     fn defrag_step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
         match self.movable_cache().map(|cache| cache.defrag_step(budget)) {
             Some(Err(pagemill_core::Error::Busy { .. })) => Ok(Some(Progress::default())),
-            other => other.transpose().map_err(failed),
+            other => other.transpose().map_err(Failure::from),
         }
     }
 
     /// Returns the number of objects that defragmentation has moved so far.
     fn moved_count(&self) -> Result<u64, Failure> {
-        self.movable_cache().map_or(Ok(0), |cache| cache.info().map(|info| info.moved).map_err(failed))
+        self.movable_cache().map_or(Ok(0), |cache| cache.info().map(|info| info.moved).map_err(Failure::from))
     }
 
     /// Returns the size of the table of handles in bytes; 0 if there is no such table.
@@ -85,7 +84,7 @@ pub struct FixedStore<const WORDS: usize>(&'static FixedSlab<[u64; WORDS]>);
 
 impl<const WORDS: usize> FixedStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
-        let cache = slabs.fixed(Settings::new("fixed")).map_err(failed)?;
+        let cache = slabs.fixed(Settings::new("fixed"))?;
         // The cache is leaked, because its objects borrow from it and the workload stores both in the same structure.
         Ok(Self(Box::leak(Box::new(cache))))
     }
@@ -96,7 +95,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for FixedStore<WORDS> {
 
     #[inline]
     fn make_object(&self, number: u64) -> Result<Self::Reference, Failure> {
-        self.0.insert([number; WORDS]).map_err(failed)
+        self.0.insert([number; WORDS]).map_err(Failure::from)
     }
 
     #[inline]
@@ -110,7 +109,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for FixedStore<WORDS> {
     }
 
     fn give_back(&self) -> Result<(), Failure> {
-        self.0.shrink().map(|_| ()).map_err(failed)
+        self.0.shrink().map(|_| ()).map_err(Failure::from)
     }
 }
 
@@ -119,7 +118,7 @@ pub struct HandleStore<const WORDS: usize>(HandleMap<[u64; WORDS]>);
 
 impl<const WORDS: usize> HandleStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
-        slabs.by_handle(Settings::new("by handle")).map(Self).map_err(failed)
+        slabs.by_handle(Settings::new("by handle")).map(Self).map_err(Failure::from)
     }
 }
 
@@ -128,15 +127,12 @@ impl<const WORDS: usize> ObjectStore<WORDS> for HandleStore<WORDS> {
 
     #[inline]
     fn make_object(&self, number: u64) -> Result<Self::Reference, Failure> {
-        self.0.insert([number; WORDS]).map_err(failed)
+        self.0.insert([number; WORDS]).map_err(Failure::from)
     }
 
     #[inline]
     fn free_object(&self, reference: Self::Reference) -> Result<(), Failure> {
-        match self.0.remove(reference).map_err(failed)? {
-            Some(_) => Ok(()),
-            None => Err(Failure::WrongAnswer("a handle stands for nothing".to_owned())),
-        }
+        ensure(self.0.remove(reference)?.is_some(), || "a handle stands for nothing")
     }
 
     fn has_number(&self, reference: &Self::Reference, number: u64) -> bool {

@@ -12,7 +12,6 @@ use pagemill_xarray as xarray;
 
 use super::object_stores::ObjectStore;
 use crate::workload::Failure;
-use crate::workload::hit::failed;
 
 /// Bit of an object's state that is set while a thread *holds* the object. While it is set, only that thread may change,
 /// move or free the object.
@@ -109,7 +108,7 @@ pub struct OwnerStore<const WORDS: usize>(OwnerSlab<AddressTable<WORDS>>);
 
 impl<const WORDS: usize> OwnerStore<WORDS> {
     pub fn new(slabs: &'static Slabs, table: AddressTable<WORDS>) -> Result<Self, Failure> {
-        slabs.by_owner(Settings::new("by owner"), table).map(Self).map_err(failed)
+        slabs.by_owner(Settings::new("by owner"), table).map(Self).map_err(Failure::from)
     }
 }
 
@@ -118,7 +117,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
 
     #[inline]
     fn make_object(&self, number: u64) -> Result<u64, Failure> {
-        let object = self.0.allocate().map_err(failed)?;
+        let object = self.0.allocate()?;
         // SAFETY: this is a free object of the cache, which is constructed.
         let new = unsafe { object.as_ref() };
         new.contents().iter().for_each(|word| word.store(number, Relaxed));

@@ -10,7 +10,6 @@ use pagemill_slab::{Slot, Target};
 use pagemill_testbed::Testbed;
 
 use crate::workload::Failure;
-use crate::workload::hit::failed;
 use crate::workload::pairs::ObjectAllocator;
 
 /// An object whose first word is a tag. The rest of the object is uninitialized.
@@ -30,11 +29,11 @@ impl<Rest> Object<Rest> {
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
 fn process_testbed() -> Result<&'static Testbed, Failure> {
-    Testbed::of_process().map_err(failed)
+    Testbed::of_process().map_err(Failure::from)
 }
 
 pub fn fixed_cache<Rest>() -> Result<FixedSlab<Object<Rest>>, Failure> {
-    process_testbed()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
+    process_testbed()?.slabs.fixed(Settings::new("fixed")).map_err(Failure::from)
 }
 
 impl<'cache, Rest: Copy + Send + Sync> ObjectAllocator for &'cache FixedSlab<Object<Rest>> {
@@ -84,7 +83,10 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for RefusingOwner<Rest> 
 }
 
 pub fn owner_cache<Rest: Copy + Send + Sync + 'static>() -> Result<OwnerSlab<RefusingOwner<Rest>>, Failure> {
-    process_testbed()?.slabs.by_owner(Settings::new("by owner"), RefusingOwner(MaybeUninit::uninit())).map_err(failed)
+    process_testbed()?
+        .slabs
+        .by_owner(Settings::new("by owner"), RefusingOwner(MaybeUninit::uninit()))
+        .map_err(Failure::from)
 }
 
 impl<Rest: Copy + Send + Sync + 'static> ObjectAllocator for &OwnerSlab<RefusingOwner<Rest>> {
@@ -112,7 +114,7 @@ impl<Rest: Copy + Send + Sync + 'static> ObjectAllocator for &OwnerSlab<Refusing
 }
 
 pub fn handle_cache<Rest: Copy + Send + Sync + 'static>() -> Result<HandleMap<Object<Rest>>, Failure> {
-    process_testbed()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
+    process_testbed()?.slabs.by_handle(Settings::new("by handle")).map_err(Failure::from)
 }
 
 impl<Rest: Copy + Send + Sync + 'static> ObjectAllocator for &HandleMap<Object<Rest>> {

@@ -9,8 +9,7 @@ use pagemill_slab::{Guard, Handle, HandleMap};
 
 use super::pagemill_caches::{self, Object};
 use super::speed::Words;
-use crate::workload::hit::failed;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 crate::workload::arguments! {
     ReadsArguments:
@@ -85,7 +84,7 @@ fn insert_values(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Va
     }
     let mut handles = vec![Handle::from_bits(0); count];
     for place in places {
-        handles[place] = cache.insert(Object::new(next[place])).map_err(failed)?;
+        handles[place] = cache.insert(Object::new(next[place]))?;
     }
     Ok(handles)
 }
@@ -146,9 +145,7 @@ fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64,
     while begun.elapsed() < run || done == 0 {
         for _ in 0..BATCH_READS.div_ceil(count) {
             let sum = pass();
-            if sum != count * (count - 1) / 2 {
-                return Err(Failure::WrongAnswer(format!("what was read sums up to {sum}")));
-            }
+            ensure(sum == count * (count - 1) / 2, || format!("what was read sums up to {sum}"))?;
             done += count;
         }
     }

@@ -11,8 +11,7 @@ use pagemill_slab as slab;
 use pagemill_slab::{Guard, Handle, HandleMap, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs};
 
 use super::owner_store::{AddressTable, HELD_BIT};
-use crate::workload::Failure;
-use crate::workload::hit::failed;
+use crate::workload::{Failure, ensure};
 
 /// Number of words in an object of 192 bytes.
 const WORDS: usize = 24;
@@ -61,7 +60,7 @@ pub struct HandleObjects {
 
 impl HandleObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
-        let cache = slabs.by_handle(Settings::new("by handle")).map_err(failed)?;
+        let cache = slabs.by_handle(Settings::new("by handle"))?;
         Ok(Self { cache, table: (0..count).map(|_| AtomicU64::new(0)).collect() })
     }
 
@@ -76,14 +75,14 @@ fn state_of(number: usize) -> u64 {
 }
 
 fn check_existed(was_there: bool) -> Result<(), Failure> {
-    if was_there { Ok(()) } else { Err(Failure::WrongAnswer("an object is not there".to_owned())) }
+    ensure(was_there, || "an object is not there")
 }
 
 impl SharedObjects for HandleObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let mut value = [word_of(number); WORDS];
         value[CHANGES_WORD] = 0;
-        let handle = self.cache.insert(value).map_err(failed)?;
+        let handle = self.cache.insert(value)?;
         self.table[number].store(handle.to_bits(), Release);
         Ok(())
     }
@@ -92,7 +91,7 @@ impl SharedObjects for HandleObjects {
         let handle = self.handle(number);
         // The table entry is cleared first, so that a reader that finds a handle in the table finds its value.
         self.table[number].store(0, Release);
-        check_existed(self.cache.remove(handle).map_err(failed)?.is_some())
+        check_existed(self.cache.remove(handle)?.is_some())
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
@@ -101,7 +100,7 @@ impl SharedObjects for HandleObjects {
             new[CHANGES_WORD] += 1;
             new
         };
-        check_existed(self.cache.update(self.handle(number), change).map_err(failed)?)
+        check_existed(self.cache.update(self.handle(number), change)?)
     }
 
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject> {
@@ -121,11 +120,11 @@ impl SharedObjects for HandleObjects {
     }
 
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {
-        self.cache.set_defrag_used_ratio(percent).map_err(failed)
+        self.cache.set_defrag_used_ratio(percent).map_err(Failure::from)
     }
 
     fn info(&self) -> Result<SlabInfo, Failure> {
-        self.cache.info().map_err(failed)
+        self.cache.info().map_err(Failure::from)
     }
 }
 
@@ -144,7 +143,7 @@ const SPINS_BEFORE_YIELD: usize = 1000;
 
 impl OwnerObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
-        slabs.by_owner(Settings::new("by owner"), AddressTable::new(count)).map(Self).map_err(failed)
+        slabs.by_owner(Settings::new("by owner"), AddressTable::new(count)).map(Self).map_err(Failure::from)
     }
 
     fn entry(&self, number: usize) -> &AtomicPtr<Object> {
@@ -171,7 +170,7 @@ impl OwnerObjects {
 
 impl SharedObjects for OwnerObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
-        let at = self.0.allocate().map_err(failed)?;
+        let at = self.0.allocate()?;
         // SAFETY: the object was just allocated, and `construct` has initialized it.
         let object = unsafe { at.as_ref() };
         object.contents().iter().for_each(|word| word.store(word_of(number), Relaxed));
@@ -221,10 +220,10 @@ impl SharedObjects for OwnerObjects {
     }
 
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {
-        self.0.set_defrag_used_ratio(percent).map_err(failed)
+        self.0.set_defrag_used_ratio(percent).map_err(Failure::from)
     }
 
     fn info(&self) -> Result<SlabInfo, Failure> {
-        self.0.info().map_err(failed)
+        self.0.info().map_err(Failure::from)
     }
 }

@@ -11,7 +11,7 @@ use super::fragments::{FragmentationPlan, SPARE_OBJECT_NUMBERS, SubjectOptions, 
 use super::object_stores::ObjectStore;
 use super::turns::{DEFRAG_PAUSE, DEFRAG_STEP_BUDGET};
 use crate::histogram::Histogram;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Maximum number of steps of background defragmentation.
 const MAX_STEPS: usize = 2000;
@@ -55,7 +55,7 @@ impl SubjectWork for StallsArguments {
             let moved = if self.steps { run_defrag_steps(&store) } else { store.give_back() };
             let took = begun.elapsed();
             phase.store(PHASE_OVER, Release);
-            let times = worker.join().unwrap_or_else(|_| Err("the watched thread panicked".to_owned().into()));
+            let times = worker.join().unwrap_or_else(|_| Err("the watched thread panicked".into()));
             moved.and_then(|()| Ok((times?, took)))
         })?;
         plan.check_objects(&store)?;
@@ -78,12 +78,12 @@ impl SubjectWork for StallsArguments {
 fn run_defrag_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), Failure> {
     for _ in 0..MAX_STEPS {
         match store.defrag_step(DEFRAG_STEP_BUDGET)? {
-            None => return Err("it does nothing in the background".to_owned().into()),
+            None => return Err("it does nothing in the background".into()),
             Some(progress) if progress.is_done && progress.moved == 0 => return Ok(()),
             Some(_) => thread::sleep(DEFRAG_PAUSE),
         }
     }
-    Err("the steps come to no end".to_owned().into())
+    Err("the steps come to no end".into())
 }
 
 /// Repeatedly frees the oldest of its objects and makes a new one, until [`PHASE_OVER`]. Adds the time of each call to
@@ -103,9 +103,7 @@ fn replace_until_stopped<const WORDS: usize>(
             }
             let times = &mut times[usize::from(phase)];
             if let Some(reference) = slot.take() {
-                if !store.has_number(&reference, number) {
-                    return Err(Failure::WrongAnswer("an object that was just made is not what it was".to_owned()));
-                }
+                ensure(store.has_number(&reference, number), || "an object that was just made is not what it was")?;
                 let begun = Instant::now();
                 store.free_object(reference)?;
                 times.add(begun.elapsed());

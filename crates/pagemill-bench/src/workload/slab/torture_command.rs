@@ -1,7 +1,7 @@
 //! The hidden subcommand that runs [`super::torture`]: random operations on slab caches.
 
 use super::torture::{self, TorturePlan, TortureResult};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{WorkloadResult, ensure};
 use serde_json::json;
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ crate::workload::arguments! {
     seed: Option<u64>,
 }
 
-/// Runs the random operations on each kind of slab cache. Returns [`Failure::WrongAnswer`] if a check failed.
+/// Runs the random operations on each kind of slab cache. Returns [`Failure::WrongAnswer`](crate::workload::Failure::WrongAnswer) if a check failed.
 pub fn run(arguments: &TortureArguments) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");
@@ -29,7 +29,7 @@ pub fn run(arguments: &TortureArguments) -> WorkloadResult {
     let mut line = json!({ "seed": seed });
     for (kind, run) in kinds {
         let began = Instant::now();
-        let found = run(plan).map_err(|error| Failure::Other(error.to_string()))?;
+        let found = run(plan)?;
         let said = json!({
             "operations": found.operations,
             "inserted": found.inserted,
@@ -41,9 +41,7 @@ pub fn run(arguments: &TortureArguments) -> WorkloadResult {
             "seconds": began.elapsed().as_secs_f64(),
         });
         eprintln!("{kind} {said}");
-        if !found.is_right() {
-            return Err(Failure::WrongAnswer(format!("{kind}, seed {seed}: {said}")));
-        }
+        ensure(found.is_right(), || format!("{kind}, seed {seed}: {said}"))?;
         line[kind] = said;
     }
     Ok(line)

@@ -68,7 +68,7 @@ pub fn run_with_defragmentation<T>(
         let result = work();
         is_over.store(true, Relaxed);
         match mover.map(thread::ScopedJoinHandle::join) {
-            Some(Err(_)) => Err("a thread panicked".to_owned().into()),
+            Some(Err(_)) => Err("a thread panicked".into()),
             _ => result,
         }
     })

@@ -10,7 +10,7 @@ use pagemill_slab::Slabs;
 use super::dentries::{DentryTree, WalkChecksum};
 use super::turns::{TurnsArguments, repeat_walk_for};
 use crate::stats;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Average number of entries of a directory.
 const ENTRIES_PER_DIRECTORY: usize = 100;
@@ -105,9 +105,10 @@ impl TreeWithModel {
     /// Walks the tree repeatedly for `time`, and appends the nanoseconds per entry of each walk to `walks`.
     fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
         let expected = self.expected_checksum();
-        repeat_walk_for(time, walks, || match self.tree.walk()? {
-            sum if sum == expected => Ok(sum.entries),
-            sum => Err(Failure::WrongAnswer(format!("a walk came by {sum:?}, and not by {expected:?}"))),
+        repeat_walk_for(time, walks, || {
+            let sum = self.tree.walk()?;
+            ensure(sum == expected, || format!("a walk came by {sum:?}, and not by {expected:?}"))?;
+            Ok(sum.entries)
         })
     }
 }

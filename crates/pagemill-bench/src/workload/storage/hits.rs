@@ -17,7 +17,7 @@ use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT_RATIO, MISSES};
 use crate::workload::steps::join;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Total size in bytes of the pages that are copied. It is small compared with the cache, so that all of these pages
 /// stay resident.
@@ -75,7 +75,7 @@ fn measure_cached(arguments: &HitsArguments) -> WorkloadResult {
     cached.fill(HOT_BYTES)?;
     let places = (source.len_bytes - HOT_BYTES) as usize / RECORD_BYTES;
     let copy = |record: &mut Record, offset: u64| -> Result<(), Failure> {
-        let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
+        let read = cached.file.read_at(record, offset)?;
         check_copy(read == RECORD_BYTES && source.is_right(black_box(record), offset))
     };
     // Makes the pages resident and uses them so often that the eviction keeps them.
@@ -135,7 +135,7 @@ fn measure_plain(arguments: &HitsArguments) -> WorkloadResult {
 }
 
 fn check_copy(is_right: bool) -> Result<(), Failure> {
-    if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
+    ensure(is_right, || "a copy is something else")
 }
 
 /// Runs `miss` in another thread and copies random pages in turns, while `miss` pauses and while it reads at full

@@ -21,9 +21,9 @@ use super::{Elapsed, IntervalStart, Source};
 use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{HIT_RATIO, READS};
-use crate::workload::hit::{cache_of, failed};
+use crate::workload::hit::cache_of;
 use crate::workload::steps::join;
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Time limit of a read from the file. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
@@ -74,7 +74,7 @@ pub struct CachedSource<'a> {
 impl<'a> CachedSource<'a> {
     pub fn open(source: &'a Source, cache_mib: u64, io_bytes: usize) -> Result<Self, Failure> {
         let cache = cache_of_folios(cache_mib << 20, io_bytes)?;
-        let file = cache.open(Arc::new(source.open_read_only()?)).map_err(failed)?;
+        let file = cache.open(Arc::new(source.open_read_only()?))?;
         Ok(Self { cache, file, source, io_bytes })
     }
 
@@ -92,11 +92,9 @@ impl<'a> CachedSource<'a> {
             rounds += 1;
             let next = || from + (random.usize(..places) * self.io_bytes) as u64;
             queue_loop.step(next, |offset| {
-                let read = self.file.read_at(&mut bytes, offset).map_err(failed)?;
-                match read == bytes.len() && (!self.source.pattern || pattern::is_intact(&bytes, 0, offset)) {
-                    true => Ok(()),
-                    false => Err(wrong_page(offset)),
-                }
+                let read = self.file.read_at(&mut bytes, offset)?;
+                let is_intact = !self.source.pattern || pattern::is_intact(&bytes, 0, offset);
+                ensure_page(read == bytes.len() && is_intact, offset)
             })?;
         }
         queue_loop.drain().map(drop)
@@ -106,19 +104,19 @@ impl<'a> CachedSource<'a> {
     /// only two words are read.
     fn check_page(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
-            self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
+            self.file.read_at(record, offset)? == RECORD_BYTES && self.source.is_right(record, offset)
         } else {
-            let pin = self.file.pin(offset).map_err(failed)?;
+            let pin = self.file.pin(offset)?;
             let last = pin.len_bytes() - RECORD_BYTES;
             let is_at = |at: usize| pin.read_u64(at) == pattern::stamp_word(0, offset + at as u64, 0);
             pin.len_bytes() == self.io_bytes && (!self.source.pattern || (is_at(0) && is_at(last)))
         };
-        if is_right { Ok(()) } else { Err(wrong_page(offset)) }
+        ensure_page(is_right, offset)
     }
 }
 
-fn wrong_page(offset: u64) -> Failure {
-    Failure::WrongAnswer(format!("what was read at {offset} is something else"))
+fn ensure_page(is_right: bool, offset: u64) -> Result<(), Failure> {
+    ensure(is_right, || format!("what was read at {offset} is something else"))
 }
 
 /// A queue of a page cache, with the requests that are in flight.
@@ -136,7 +134,7 @@ pub struct RequestQueue<'a> {
 
 impl<'a> RequestQueue<'a> {
     pub fn new(cached: &'a CachedSource<'_>, depth: u32) -> Result<Self, Failure> {
-        let queue = cached.cache.queue(depth).map_err(failed)?;
+        let queue = cached.cache.queue(depth)?;
         let requests = vec![(0, Instant::now()); depth as usize];
         let free = (0..u64::from(depth)).collect();
         Ok(Self { file: &cached.file, queue, requests, free, times: Histogram::new(), present_count: 0 })
@@ -152,16 +150,16 @@ impl<'a> RequestQueue<'a> {
         while let Some(token) = self.free.pop() {
             let offset = next();
             self.requests[token as usize] = (offset, Instant::now());
-            if self.queue.fetch(self.file, offset, token).map_err(failed)? == Fetch::Present {
+            if self.queue.fetch(self.file, offset, token)? == Fetch::Present {
                 self.present_count += 1;
                 self.free.push(token);
                 on_page(offset)?;
             }
         }
-        self.queue.wait(1, TRANSFER_TIME_LIMIT).map_err(failed)?;
+        self.queue.wait(1, TRANSFER_TIME_LIMIT)?;
         while let Some(completion) = self.queue.next() {
             let (offset, began) = self.requests[completion.token as usize];
-            completion.result.map_err(failed)?;
+            completion.result?;
             self.times.add(began.elapsed());
             self.free.push(completion.token);
             on_page(offset)?;
@@ -173,9 +171,9 @@ impl<'a> RequestQueue<'a> {
     pub fn drain(&mut self) -> Result<u64, Failure> {
         let mut completions = 0;
         while !self.queue.is_empty() {
-            self.queue.wait(1, TRANSFER_TIME_LIMIT).map_err(failed)?;
+            self.queue.wait(1, TRANSFER_TIME_LIMIT)?;
             while let Some(completion) = self.queue.next() {
-                completion.result.map_err(failed)?;
+                completion.result?;
                 self.free.push(completion.token);
                 completions += 1;
             }
@@ -200,7 +198,7 @@ pub fn run(arguments: &MissArguments) -> WorkloadResult {
         (Some(threads), ..) => measure_threads(arguments, &cached, threads),
         (None, Some(depth), _) => measure_queue(arguments, &cached, depth),
         (None, None, Some(futures)) => measure_futures(arguments, &cached, futures),
-        (None, None, None) => Err("neither threads, nor a depth, nor futures".to_owned().into()),
+        (None, None, None) => Err("neither threads, nor a depth, nor futures".into()),
     }
 }
 
@@ -316,9 +314,9 @@ fn measure_futures(arguments: &MissArguments, cached: &CachedSource<'_>, futures
 /// Reads one page and checks its stamp.
 async fn read_one(cached: &CachedSource<'_>, offset: u64, times: &RefCell<Histogram>) -> Result<(), Failure> {
     let (mut record, began) = ([0; RECORD_BYTES], Instant::now());
-    let read = cached.file.read_async(&mut record, offset).await.map_err(failed)?;
+    let read = cached.file.read_async(&mut record, offset).await?;
     times.borrow_mut().add(began.elapsed());
-    if read == RECORD_BYTES && cached.source.is_right(&record, offset) { Ok(()) } else { Err(wrong_page(offset)) }
+    ensure_page(read == RECORD_BYTES && cached.source.is_right(&record, offset), offset)
 }
 
 /// Phase of a run with blocking threads in which reads are not counted yet.

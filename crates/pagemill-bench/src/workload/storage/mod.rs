@@ -32,11 +32,11 @@ crate::workload::arguments! {
 
 impl Source {
     fn open_read_only(&self) -> Result<FileStore, Failure> {
-        FileStore::open_read_only(&self.file).map_err(super::hit::failed).and_then(check_direct)
+        FileStore::open_read_only(&self.file).map_err(Failure::from).and_then(check_direct)
     }
 
     fn open_writable(&self) -> Result<FileStore, Failure> {
-        FileStore::open(&self.file).map_err(super::hit::failed).and_then(check_direct)
+        FileStore::open(&self.file).map_err(Failure::from).and_then(check_direct)
     }
 
     /// Returns whether a record has the stamp of this offset. Always true if the file has no stamps (`pattern`).
@@ -54,7 +54,7 @@ impl Source {
 }
 
 fn check_direct(store: FileStore) -> Result<FileStore, Failure> {
-    if store.is_direct() { Ok(store) } else { Err("O_DIRECT is refused".to_owned().into()) }
+    if store.is_direct() { Ok(store) } else { Err("O_DIRECT is refused".into()) }
 }
 
 /// The start of an interval whose duration and CPU time are measured.
@@ -84,7 +84,7 @@ impl Elapsed {
     /// Returns transfers and MiB per second, and the CPU time per transfer, for `ios` transfers of `io_bytes` bytes.
     fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
-            return Err("nothing was transferred in that time".to_owned().into());
+            return Err("nothing was transferred in that time".into());
         }
         let rate = ios as f64 / self.seconds;
         let mib = rate * io_bytes as f64 / f64::from(1 << 20);

@@ -11,8 +11,8 @@ use super::miss::cache_of_folios;
 use super::{IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::writeback::page_offsets;
-use crate::workload::hit::{failed, write_all};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::hit::write_all;
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// One page of the file in this many is resident and is changed.
 const PAGES_PER_CHANGED_ONE: u64 = 8;
@@ -40,7 +40,7 @@ pub fn run(arguments: &OverwriteArguments) -> WorkloadResult {
         false => (0..source.len_bytes / PAGES_PER_CHANGED_ONE).step_by(*io_bytes).collect(),
     };
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
-    let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
+    let file = cache.open(Arc::new(source.open_writable()?))?;
     let mut records = Records::filled(*io_bytes);
     // Whole pages are written, so that no page is first read from the file.
     page_offsets.iter().try_for_each(|offset| write_all(&file, records.stamped_at(0, *offset), *offset))?;
@@ -55,7 +55,7 @@ pub fn run(arguments: &OverwriteArguments) -> WorkloadResult {
             write_all(&file, &pattern::stamp_word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
         // There is no sync, because fio does not sync in the runs that these results are compared with.
-        file.write_back(0, source.len_bytes).map_err(failed)?;
+        file.write_back(0, source.len_bytes)?;
         Ok(order.len() as u64)
     };
     // The first round is warm-up, as in the other workloads.
@@ -67,9 +67,9 @@ pub fn run(arguments: &OverwriteArguments) -> WorkloadResult {
     }
     let took = span.end();
     let written = stats::get(Counter::StoreWritten) - before;
-    if written < ios * *io_bytes as u64 {
-        return Err(Failure::WrongAnswer(format!("of {ios} pages that were changed, {written} bytes were written")));
-    }
+    ensure(written >= ios * *io_bytes as u64, || {
+        format!("of {ios} pages that were changed, {written} bytes were written")
+    })?;
     drop((file, cache));
     check_pages(source, &order, *io_bytes, generation)?;
     Ok(took.rates(ios, *io_bytes)?.into())
@@ -81,13 +81,11 @@ fn check_pages(source: &Source, order: &[u64], io_bytes: usize, generation: u64)
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
     for offset in order.iter().take(READ_BACK_COUNT) {
-        store.read(*offset, &mut bytes).map_err(|error| error.to_string())?;
+        store.read(*offset, &mut bytes)?;
         let (first, rest) = bytes.split_at(RECORD_BYTES);
         let is_there = pattern::is_intact_record(first, 0, *offset, generation)
             && pattern::is_intact(rest, 0, offset + RECORD_BYTES as u64);
-        if !is_there {
-            return Err(Failure::WrongAnswer(format!("what was written back at {offset} is not there")));
-        }
+        ensure(is_there, || format!("what was written back at {offset} is not there"))?;
     }
     Ok(())
 }

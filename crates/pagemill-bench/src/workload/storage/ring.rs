@@ -13,7 +13,7 @@ use super::buffers::{self, PageKind, TransferBuffer};
 use super::{IntervalStart, Source};
 use crate::histogram::Histogram;
 use crate::pattern::{self, RECORD_BYTES, Records};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Time limit of a transfer between the file and memory. It is longer than any device needs.
 const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
@@ -114,8 +114,8 @@ impl<'a> TransferLoop<'a> {
         let source = &arguments.source;
         let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
         let settings = Settings { depth: arguments.depth as u32, ..Settings::default() };
-        let mut ring = StoreRing::new(&settings).map_err(|error| error.to_string())?;
-        let file = ring.attach(&store).map_err(|error| error.to_string())?;
+        let mut ring = StoreRing::new(&settings)?;
+        let file = ring.attach(&store)?;
         let (memories, mut idle) = buffers::make_buffers(arguments.memory, arguments.depth, arguments.io_bytes)?;
         if arguments.write {
             let mut records = Records::filled(arguments.io_bytes);
@@ -182,17 +182,17 @@ impl<'a> TransferLoop<'a> {
             begun.map_err(|_| "the ring is full".to_owned())?;
             started += 1;
             if started % self.arguments.batch == 0 {
-                self.ring.submit().map_err(|error| error.to_string())?;
+                self.ring.submit()?;
             }
         }
         Ok(())
     }
 
     fn handle_completions(&mut self) -> Result<(), Failure> {
-        self.ring.wait(1, TRANSFER_TIME_LIMIT).map_err(|error| error.to_string())?;
+        self.ring.wait(1, TRANSFER_TIME_LIMIT)?;
         while let Some(event) = self.ring.next() {
             let Event::Done { buffer: part, result, .. } = event else {
-                return Err("a transfer is late".to_owned().into());
+                return Err("a transfer is late".into());
             };
             result.map_err(|error| format!("at {}: {error}", part.offset))?;
             self.times.add(part.began.elapsed());
@@ -200,8 +200,9 @@ impl<'a> TransferLoop<'a> {
                 if self.written.len() < READ_BACK_COUNT {
                     self.written.insert(part.offset);
                 }
-            } else if !self.arguments.source.has_right_ends(part.bytes(), part.offset) {
-                return Err(Failure::WrongAnswer(format!("what was read at {} is something else", part.offset)));
+            } else {
+                let is_right = self.arguments.source.has_right_ends(part.bytes(), part.offset);
+                ensure(is_right, || format!("what was read at {} is something else", part.offset))?;
             }
             self.idle.push(part);
         }
@@ -221,12 +222,13 @@ impl<'a> TransferLoop<'a> {
         let io_bytes = self.arguments.io_bytes;
         let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
         for offset in &self.written {
-            self.store.read(*offset, &mut bytes).map_err(|error| error.to_string())?;
+            self.store.read(*offset, &mut bytes)?;
             let last = io_bytes - RECORD_BYTES;
             let places = [(0, *offset), (last, offset + last as u64)];
-            if !places.iter().all(|(at, offset)| pattern::is_stamped(&bytes[*at..], 0, *offset, self.generation)) {
-                return Err(Failure::WrongAnswer(format!("what was written at {offset} is not there")));
-            }
+            ensure(
+                places.iter().all(|(at, offset)| pattern::is_stamped(&bytes[*at..], 0, *offset, self.generation)),
+                || format!("what was written at {offset} is not there"),
+            )?;
         }
         Ok(())
     }

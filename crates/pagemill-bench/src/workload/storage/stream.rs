@@ -14,8 +14,8 @@ use rustix::io::{ReadWriteFlags, preadv2, pwritev2};
 use super::{IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::{CPU_PER_MIB, MIB};
-use crate::workload::hit::{failed, write_all};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::hit::write_all;
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// `RWF_DONTCACHE` (Linux 6.14): the kernel drops the pages once they are read or written back.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
@@ -62,7 +62,7 @@ pub fn run(arguments: &StreamArguments) -> WorkloadResult {
     let stamp = u64::from(std::process::id());
     let took = match (arguments.way, arguments.write) {
         (Way::Cache, is_write) => {
-            let cache = PageCache::builder("stream").limit(arguments.cache_mib << 20).build().map_err(failed)?;
+            let cache = PageCache::builder("stream").limit(arguments.cache_mib << 20).build()?;
             if is_write { write_cached(arguments, &cache, stamp)? } else { read_cached(arguments, &cache)? }
         }
         (way, true) => write_by_kernel(arguments, way, stamp)?,
@@ -78,8 +78,8 @@ pub fn run(arguments: &StreamArguments) -> WorkloadResult {
 
 /// Drops the file's pages from the kernel's page cache, so that all subjects start without them.
 fn drop_kernel_pages(source: &Source) -> Result<(), Failure> {
-    let file = File::open(&source.file).map_err(|error| error.to_string())?;
-    file.sync_all().and_then(|()| Ok(fadvise(&file, 0, None, Advice::DontNeed)?)).map_err(|error| error.to_string())?;
+    let file = File::open(&source.file)?;
+    file.sync_all().and_then(|()| Ok(fadvise(&file, 0, None, Advice::DontNeed)?))?;
     Ok(())
 }
 
@@ -88,7 +88,7 @@ fn offsets(arguments: &StreamArguments) -> impl Iterator<Item = u64> {
 }
 
 fn read_cached(arguments: &StreamArguments, cache: &PageCache) -> Result<super::Elapsed, Failure> {
-    let file = cache.open(Arc::new(arguments.source.open_read_only()?)).map_err(failed)?;
+    let file = cache.open(Arc::new(arguments.source.open_read_only()?))?;
     let mut bytes = vec![0; arguments.call_bytes];
     let span = IntervalStart::begin();
     for offset in offsets(arguments) {
@@ -101,7 +101,7 @@ fn read_cached(arguments: &StreamArguments, cache: &PageCache) -> Result<super::
 fn read_all(file: &Mapping, to: &mut [u8], offset: u64) -> Result<usize, Failure> {
     let mut done = 0;
     while done < to.len() {
-        match file.read_at(&mut to[done..], offset + done as u64).map_err(failed)? {
+        match file.read_at(&mut to[done..], offset + done as u64)? {
             0 => break,
             read => done += read,
         }
@@ -110,8 +110,8 @@ fn read_all(file: &Mapping, to: &mut [u8], offset: u64) -> Result<usize, Failure
 }
 
 fn read_by_kernel(arguments: &StreamArguments, way: Way) -> Result<super::Elapsed, Failure> {
-    let file = File::open(&arguments.source.file).map_err(|error| error.to_string())?;
-    fadvise(&file, 0, None, Advice::Sequential).map_err(|error| error.to_string())?;
+    let file = File::open(&arguments.source.file)?;
+    fadvise(&file, 0, None, Advice::Sequential)?;
     let mut bytes = vec![0; arguments.call_bytes];
     let span = IntervalStart::begin();
     for offset in offsets(arguments) {
@@ -135,25 +135,24 @@ fn read_by_kernel(arguments: &StreamArguments, way: Way) -> Result<super::Elapse
 }
 
 fn check_read(arguments: &StreamArguments, bytes: &[u8], offset: u64) -> Result<(), Failure> {
-    match bytes.len() == arguments.call_bytes && arguments.source.has_right_ends(bytes, offset) {
-        true => Ok(()),
-        false => Err(Failure::WrongAnswer(format!("wrong bytes were read at {offset}"))),
-    }
+    ensure(bytes.len() == arguments.call_bytes && arguments.source.has_right_ends(bytes, offset), || {
+        format!("wrong bytes were read at {offset}")
+    })
 }
 
 fn write_cached(arguments: &StreamArguments, cache: &PageCache, generation: u64) -> Result<super::Elapsed, Failure> {
-    let file = cache.open(Arc::new(arguments.source.open_writable()?)).map_err(failed)?;
+    let file = cache.open(Arc::new(arguments.source.open_writable()?))?;
     let mut records = Records::filled(arguments.call_bytes);
     let span = IntervalStart::begin();
     for offset in offsets(arguments) {
         write_all(&file, records.stamped(0, offset, generation), offset)?;
     }
-    file.sync().map_err(failed)?;
+    file.sync()?;
     Ok(span.end())
 }
 
 fn write_by_kernel(arguments: &StreamArguments, way: Way, generation: u64) -> Result<super::Elapsed, Failure> {
-    let file = OpenOptions::new().write(true).open(&arguments.source.file).map_err(|error| error.to_string())?;
+    let file = OpenOptions::new().write(true).open(&arguments.source.file)?;
     let mut records = Records::filled(arguments.call_bytes);
     let span = IntervalStart::begin();
     for offset in offsets(arguments) {
@@ -168,7 +167,7 @@ fn write_by_kernel(arguments: &StreamArguments, way: Way, generation: u64) -> Re
             done += written.map_err(|error| unsupported(way, &error))?;
         }
     }
-    file.sync_data().map_err(|error| error.to_string())?;
+    file.sync_data()?;
     Ok(span.end())
 }
 
@@ -185,11 +184,11 @@ fn check_written(source: &Source, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(CHECK_BYTES, RECORD_BYTES);
     for offset in (0..source.len_bytes).step_by(CHECK_BYTES) {
-        store.read(offset, &mut bytes).map_err(|error| error.to_string())?;
+        store.read(offset, &mut bytes)?;
         for (at, record) in (offset..).step_by(RECORD_BYTES).zip(bytes.chunks_exact(RECORD_BYTES)) {
-            if !pattern::is_intact_record(record, 0, at, generation) {
-                return Err(Failure::WrongAnswer(format!("what was written at {at} is not there")));
-            }
+            ensure(pattern::is_intact_record(record, 0, at, generation), || {
+                format!("what was written at {at} is not there")
+            })?;
         }
     }
     Ok(())

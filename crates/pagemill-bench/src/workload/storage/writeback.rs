@@ -13,8 +13,8 @@ use super::ring::{RingArguments, TransferLoop};
 use super::{Elapsed, IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::storage::writeback::{TRANSFERS, page_offsets};
-use crate::workload::hit::{cache, failed, write_all};
-use crate::workload::{Failure, WorkloadResult};
+use crate::workload::hit::{cache, write_all};
+use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Maximum number of pages directly after written pages that are checked to be unchanged.
 const MAX_NEIGHBOURS: usize = 256;
@@ -85,7 +85,7 @@ pub fn run(arguments: &WritebackArguments) -> WorkloadResult {
 /// read first.
 fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Result<WriteTotals, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
-    let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
+    let file = cache.open(Arc::new(source.open_writable()?))?;
     let (mut page_offsets, mut random) = (page_offsets.to_vec(), Rng::with_seed(generation));
     random.shuffle(&mut page_offsets);
     let mut record = Records::filled(RECORD_BYTES).stamped_at(0, 0).to_vec();
@@ -94,7 +94,7 @@ fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Res
         write_all(&file, &record, offset)?;
     }
     let write_start = WriteStart::begin();
-    file.sync().map_err(failed)?;
+    file.sync()?;
     Ok(write_start.end())
 }
 
@@ -123,7 +123,7 @@ fn read_neighbours(store: &FileStore, page_offsets: &[u64], len_bytes: u64) -> R
 
 fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Failure> {
     let mut bytes = Aligned::new(len_bytes, RECORD_BYTES);
-    store.read(offset, &mut bytes).map_err(|error| error.to_string())?;
+    store.read(offset, &mut bytes)?;
     Ok(bytes)
 }
 
@@ -144,15 +144,15 @@ fn check_file(
         let bytes = read(&store, begin, BLOCK_BYTES)?;
         while let Some(offset) = page_offsets.next_if(|place| *place < end) {
             let record = &bytes[(offset - begin) as usize..][..RECORD_BYTES];
-            if !pattern::is_intact_record(record, 0, offset, generation) {
-                return Err(Failure::WrongAnswer(format!("what was written back at {offset} is not there")));
-            }
+            ensure(pattern::is_intact_record(record, 0, offset, generation), || {
+                format!("what was written back at {offset} is not there")
+            })?;
         }
     }
     for (offset, before) in neighbours {
-        if read(&store, *offset, RECORD_BYTES)?[..] != before[..] {
-            return Err(Failure::WrongAnswer(format!("what was not written to at {offset} is something else")));
-        }
+        ensure(read(&store, *offset, RECORD_BYTES)?[..] == before[..], || {
+            format!("what was not written to at {offset} is something else")
+        })?;
     }
     Ok(())
 }
