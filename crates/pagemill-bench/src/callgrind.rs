@@ -10,7 +10,10 @@ use crate::error::{Error, Result};
 /// Number of operations of a workload in its first run under valgrind; its second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
-/// Returns the number of instructions that a workload executes per operation. `add_arguments` adds the workload's
+/// Metric: number of instructions that a workload executes per pair of allocation and free.
+pub const INSTRUCTIONS: &str = "instructions_per_pair";
+
+/// Counts the instructions that a workload executes per operation ([`INSTRUCTIONS`]). `add_arguments` adds the workload's
 /// arguments and environment for a run with the given number of operations.
 ///
 /// Runs the workload twice, the second time with twice as many operations. The difference of the two counts excludes
@@ -19,7 +22,7 @@ const COUNTED_OPERATIONS: u64 = 100_000;
 /// # Errors
 ///
 /// [`Error::Gap`] if nothing was counted; otherwise as [`child::classify`].
-pub fn instructions_per_operation(name: &str, add_arguments: impl Fn(&mut Command, u64)) -> Result<f64> {
+pub fn count_instructions(name: &str, add_arguments: impl Fn(&mut Command, u64)) -> Result<Outcome> {
     let gap = |why: &str| Error::Gap(format!("instructions, {name}: {why}"));
     let mut counts = [0; 2];
     for (count, operations) in counts.iter_mut().zip([COUNTED_OPERATIONS, 2 * COUNTED_OPERATIONS]) {
@@ -38,7 +41,8 @@ pub fn instructions_per_operation(name: &str, add_arguments: impl Fn(&mut Comman
         *count = collected.ok_or_else(|| gap("callgrind printed no count"))?;
     }
     let [once, twice] = counts;
-    Ok(twice.saturating_sub(once) as f64 / COUNTED_OPERATIONS as f64)
+    let count = twice.saturating_sub(once) as f64 / COUNTED_OPERATIONS as f64;
+    Ok(Outcome::Measured(serde_json::json!({ INSTRUCTIONS: count })))
 }
 
 /// Parses the instruction count in the last lines of callgrind's output, such as `==7== Collected : 123456`.

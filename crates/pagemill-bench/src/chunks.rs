@@ -10,11 +10,8 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::{Result, doing};
-use crate::experiment::{
-    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, threads_text,
-    turns_by_round,
-};
-use crate::hog::{self, SampleTimes};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, not_measured, threads_text};
+use crate::hog;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 
@@ -99,8 +96,8 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if a copy differs from its source.
-pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mut Report) -> Result<()> {
-    let memories: Vec<&CopyMemory> = COPY_MEMORIES.iter().filter(|memory_kind| is_wanted(memory_kind.name)).collect();
+pub fn run(common: &CommonOptions, report: &mut Report) -> Result<()> {
+    let memories = common.wanted(&COPY_MEMORIES);
     if memories.is_empty() {
         return Ok(());
     }
@@ -109,36 +106,24 @@ pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mu
         Ok(()) => cases.push(Case::HOG),
         Err(why) => report.add_gap(format!("ebizzy on handles: no case with a hog, since {why}")),
     }
-    let samples = measure_cases(common, &cases, &memories, report)?;
+    let mut study = Study::new(report, |case: &Case| case.name());
+    study.measure_by_round((&cases, common.rounds()), &memories, &METRICS, |case, memory_kind| match case.has_hog {
+        true => measure_with_hog(common, memory_kind),
+        false => measure_alone(common, case, memory_kind),
+    })?;
     let table = format!("ebizzy on handles: records/s, half the spread, times {MALLOC}");
     let records = Metric::higher(RECORDS, "1/s").against(MALLOC);
+    let others: Vec<Metric> = METRICS[1..].iter().map(|metric| Metric::lower(metric, "1")).collect();
     for case in &cases {
-        let name = case.name();
-        report_rows(report, &samples, (case, &name), &memories, &table, &[(records, &name)]);
-        let others: Vec<Metric> = METRICS[1..].iter().map(|metric| Metric::lower(metric, "1")).collect();
-        report_json_rows(report, &samples, (case, &name), &memories, &others);
+        study.rows(case, &memories, &table, &[(records, &case.name())]);
+        study.json_rows(case, &memories, &others);
     }
-    add_verdicts(report, &samples, &cases);
+    let peer_kinds = [("malloc", [MALLOC, KEEPING_MALLOC], 0.95), ("pages given up at once", [FREE, DONTNEED], 1.0)];
+    for (case, (kind, peers, least)) in cases.iter().flat_map(|case| peer_kinds.map(|kind| (case, kind))) {
+        let target = format!("ebizzy on handles against the best of {kind}, {}", case.name());
+        study.report.add_verdict(judge_against_best(&study.samples, case, &target, &peers, least));
+    }
     Ok(())
-}
-
-fn measure_cases(
-    common: &CommonOptions,
-    cases: &[Case],
-    memories: &[&CopyMemory],
-    report: &mut Report,
-) -> Result<SampleTable<Case>> {
-    let mut samples = SampleTable::new();
-    for (case, memory_kind) in turns_by_round(cases, common.rounds(), memories, |case| case.name()) {
-        let sample = match case.has_hog {
-            true => measure_with_hog(common, memory_kind),
-            false => measure_alone(common, case, memory_kind),
-        };
-        if let Some(outcome) = report.unless_gap(sample)? {
-            samples.add_outcome(case, memory_kind.name, &METRICS, &outcome);
-        }
-    }
-    Ok(samples)
 }
 
 fn measure_alone(common: &CommonOptions, case: &Case, memory_kind: &CopyMemory) -> Result<Outcome> {
@@ -156,19 +141,9 @@ fn measure_alone(common: &CommonOptions, case: &Case, memory_kind: &CopyMemory) 
 fn measure_with_hog(common: &CommonOptions, memory_kind: &CopyMemory) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let mut line = vec![child::own_executable()?.display().to_string()];
-    line.extend(SampleTimes::new(common).pair_arguments(folder.path()));
+    line.extend(hog::pair_arguments(common, folder.path()));
     line.extend(["--memory", memory_kind.memory, "--sum-every", &RECORDS_PER_CHECKSUM.to_string()].map(str::to_owned));
     hog::sample_pair(memory_kind.name, &line, folder.path(), true, memory_kind.settings)
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
-    let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING_MALLOC] };
-    for case in cases {
-        for (kind, at_once, least) in [("malloc", false, 0.95), ("pages given up at once", true, 1.0)] {
-            let target = format!("ebizzy on handles against the best of {kind}, {}", case.name());
-            report.add_verdict(judge_against_best(samples, case, &target, &peers(at_once), least));
-        }
-    }
 }
 
 /// Compares the speed of ebizzy with copies in volatile ranges with its speed on the fastest of `peers`. Peers of which

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::child::{self, RunningGroup};
 use crate::ebizzy::{Options, RECORDS};
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_round};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, not_measured};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
@@ -46,14 +46,19 @@ pub fn run(options: &Options) -> Result<Report> {
     let ready = report.with_gaps(subject::select_available(only, |_| true)?);
     child::touch_beforehand(WARM_MIB)?;
     let threads = if options.threads.is_empty() { &THREAD_COUNTS[..] } else { &options.threads };
-    let samples = measure_cases(common, &ready, threads)?;
+    let mut study = Study::new(&mut report, |case| format!("no pressure, {case} threads"));
+    let (warm_ms, measure_ms) = common.quick_or_full((("50", "200"), ("250", "1000")));
+    study.measure_by_round((threads, common.rounds_or(SAMPLES)), &ready, &[RECORDS], |threads, subject| {
+        let count = threads.to_string();
+        let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
+        child::run_under(subject, arguments, Duration::from_secs(60))
+    })?;
+    let records = Metric::higher(RECORDS, "1/s").against(PAGEMILL_UNWATCHED);
     let table = format!("ebizzy with no pressure: records/s, half the spread, times {PAGEMILL_UNWATCHED}");
     for case in threads {
-        let (name, column) = (format!("no pressure, {case} threads"), format!("{case} threads"));
-        let columns = [(Metric::higher(RECORDS, "1/s").against(PAGEMILL_UNWATCHED), &*column)];
-        report_rows(&mut report, &samples, (case, &name), &ready, &table, &columns);
+        study.rows(case, &ready, &table, &[(records, &format!("{case} threads"))]);
     }
-    report.add_verdict(verdict(&samples, threads));
+    study.report.add_verdict(verdict(&study.samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
         Some(pagemill) => measure_idle(common, pagemill, &mut report)?,
         None => report.add_verdict(not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "pagemill was not run")),
@@ -61,28 +66,15 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn measure_cases(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
-    let rounds = common.rounds_or(SAMPLES);
-    let (warm_ms, measure_ms) = common.quick_or_full((("50", "200"), ("250", "1000")));
-    let mut samples = SampleTable::new();
-    for (threads, subject) in turns_by_round(threads, rounds, ready, |threads| format!("{threads} threads")) {
-        let count = threads.to_string();
-        let arguments = ["__ebizzy", "--threads", &count, "--warm-ms", warm_ms, "--measure-ms", measure_ms];
-        let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
-        samples.add_outcome(threads, subject.name(), &[RECORDS], &outcome);
-    }
-    Ok(samples)
-}
-
 fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {
     let target = "ebizzy with no pressure, watching against not watching, geometric mean over threads";
     let blank = not_measured(target, Bound::AtLeast(0.99), "x", "a side is missing");
-    let series = |name| threads.iter().map(move |case| samples.get((case, name, RECORDS)));
-    let pairs = series(PAGEMILL).zip(series(PAGEMILL_UNWATCHED));
-    let ratios: Option<Vec<Vec<f64>>> =
-        pairs.map(|(watching, not)| Some(watching?.ratios(not?, Better::Higher))).collect();
-    let Some(ratios) = ratios else { return blank };
-    let has_lost_round = series(PAGEMILL).flatten().any(|series| !series.survived());
+    let ratios = samples.ratios(threads, (PAGEMILL, PAGEMILL_UNWATCHED), (RECORDS, Better::Higher));
+    if ratios.len() < threads.len() {
+        return blank;
+    }
+    let mut own = threads.iter().filter_map(|case| samples.get((case, PAGEMILL, RECORDS)));
+    let has_lost_round = own.any(|series| !series.survived());
     Verdict { has_lost_round, note: String::new(), ..blank.with_mean(&ratios, PAGEMILL_UNWATCHED) }
 }
 
@@ -92,17 +84,16 @@ fn idle_target() -> String {
 
 fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mut Report) -> Result<()> {
     let watched = common.quick_or_full((Duration::from_secs(2), Duration::from_secs(5)));
-    let mut samples = SampleTable::new();
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
     for _ in 0..common.quick_or_full((1, 3)) {
-        if let Some(rate) = report.unless_gap(measure_wake_ups(pagemill, watched))? {
-            samples.add_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate);
+        if let Some(rate) = study.report.unless_gap(measure_wake_ups(pagemill, watched))? {
+            study.samples.add_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate);
         }
     }
     let columns = [(Metric::lower(WAKE_UPS, "1/s"), "wake-ups/s")];
-    let table = "An idle process that has given back";
-    report_rows(report, &samples, (&IDLE_CASE, IDLE_CASE), &[PAGEMILL], table, &columns);
+    study.rows(&IDLE_CASE, &[PAGEMILL], "An idle process that has given back", &columns);
     let blank = not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "it did not fall idle");
-    report.add_verdict(blank.measured(samples.get((&IDLE_CASE, PAGEMILL, WAKE_UPS))));
+    study.report.add_verdict(blank.measured(study.samples.get((&IDLE_CASE, PAGEMILL, WAKE_UPS))));
     Ok(())
 }
 

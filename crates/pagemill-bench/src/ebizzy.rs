@@ -8,9 +8,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{
-    self, CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, turns_by_case,
-};
+use crate::experiment::{self, CommonOptions, Metric, Named, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, RowLabels, Series, Verdict};
 use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING, Role};
@@ -75,9 +73,10 @@ pub fn run(options: &Options) -> Result<Report> {
     child::touch_beforehand(common.quick_or_full(WARM_MIB))?;
     if !options.hog {
         let cases = cases(options);
-        let samples = measure_cases(&cases, &ready, common)?;
-        add_rows(&mut report, &samples, &cases, &ready);
-        add_verdicts(&mut report, &samples, &cases, &ready);
+        let mut study = Study::new(&mut report, case_name);
+        measure_cases(&cases, &ready, common, &mut study)?;
+        add_rows(&mut study, &cases, &ready);
+        add_verdicts(&mut study, &cases, &ready);
     }
     if options.hog || !common.quick {
         crate::hog::run(common, &ready, &mut report)?;
@@ -111,18 +110,20 @@ fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     }
 }
 
-fn measure_cases(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let runs = cases.len() * ready.len() * common.rounds();
-    let (warm_ms, measure_ms) = durations(common, runs);
+fn measure_cases(
+    cases: &[Case],
+    ready: &[AvailableSubject],
+    common: &CommonOptions,
+    study: &mut Study<'_, Case>,
+) -> Result<()> {
+    let (warm_ms, measure_ms) = durations(common, cases.len() * ready.len() * common.rounds());
     let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());
-    let mut samples = SampleTable::new();
-    for (case, subject) in turns_by_case(cases, common.rounds(), ready, case_name) {
+    let metrics = [RECORDS, FAULTS, FAILED_ALLOCATIONS];
+    study.measure_by_case((cases, common.rounds()), ready, &metrics, |case, subject| {
         let words = ["__ebizzy", "--threads", &case.threads.to_string(), "--sizes", case.sizes];
         let arguments = words.into_iter().chain(["--warm-ms", &warm_ms, "--measure-ms", &measure_ms]);
-        let outcome = child::run_under(subject, arguments, Duration::from_secs(60))?;
-        samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, FAILED_ALLOCATIONS], &outcome);
-    }
-    Ok(samples)
+        child::run_under(subject, arguments, Duration::from_secs(60))
+    })
 }
 
 fn sizes_name(case: &Case) -> &'static str {
@@ -136,14 +137,14 @@ fn case_name(case: &Case) -> String {
     format!("{}, {} threads", sizes_name(case), case.threads)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
+fn add_rows(study: &mut Study<'_, Case>, cases: &[Case], ready: &[AvailableSubject]) {
+    let records = Metric::higher(RECORDS, "1/s").against("glibc");
     for case in cases {
-        let name = case_name(case);
         let sizes = sizes_name(case);
         let table = format!("ebizzy, copies of {sizes}: records/s, half the spread, times glibc");
-        let records = (Metric::higher(RECORDS, "1/s").against("glibc"), &*format!("{} threads", case.threads));
-        report_rows(report, samples, (case, &name), ready, &table, &[records]);
-        report_json_rows(report, samples, (case, &name), ready, &[Metric::lower(FAULTS, "1")]);
+        study.rows(case, ready, &table, &[(records, &format!("{} threads", case.threads))]);
+        study.json_rows(case, ready, &[Metric::lower(FAULTS, "1")]);
+        let (report, samples) = (&mut *study.report, &study.samples);
         for subject in ready {
             add_gap_for_refusals(report, samples, case, subject);
             add_gap_for_retaining(report, samples, case, subject);
@@ -243,8 +244,9 @@ fn best_peer<'a>(
     samples.best_survivor(case, candidates.map(Named::name), RECORDS)
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
-    let fixed: Vec<&Case> = cases.iter().filter(|case| case.sizes == FIXED_SIZES).collect();
+fn add_verdicts(study: &mut Study<'_, Case>, cases: &[Case], ready: &[AvailableSubject]) {
+    let (report, samples) = (&mut *study.report, &study.samples);
+    let fixed: Vec<Case> = cases.iter().filter(|case| case.sizes == FIXED_SIZES).cloned().collect();
     for (threads, bound) in [(2, 15.0), (24, 5.0)] {
         let target = format!("ebizzy against the best returning at once, {threads} threads");
         let case = fixed.iter().find(|case| case.threads == threads);
@@ -266,22 +268,8 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]
     let target = "ebizzy against the best default, geometric mean over threads";
     let blank = not_measured(target, Bound::AtLeast(1.0), "x", note);
     report.add_verdict(blank.with_mean(ratios, baseline_name(Role::Default)));
-    judge_aging_cost(report, samples, &fixed);
-}
-
-/// Adds a verdict on the cost of returning memory by age, if both variants of Pagemill were run.
-fn judge_aging_cost(report: &mut Report, samples: &SampleTable<Case>, fixed: &[&Case]) {
-    let ratios: Vec<Vec<f64>> = fixed
-        .iter()
-        .filter_map(|case| {
-            let (own, keeping) =
-                (samples.get((case, PAGEMILL, RECORDS))?, samples.get((case, PAGEMILL_WITHOUT_AGING, RECORDS))?);
-            Some(own.ratios(keeping, Better::Higher))
-        })
-        .collect();
-    if let Some(verdict) = experiment::judge_aging_cost("ebizzy", &ratios) {
-        report.add_verdict(verdict);
-    }
+    let aging_ratios = samples.ratios(&fixed, (PAGEMILL, PAGEMILL_WITHOUT_AGING), (RECORDS, Better::Higher));
+    experiment::judge_aging_cost("ebizzy", &aging_ratios).into_iter().for_each(|verdict| report.add_verdict(verdict));
 }
 
 fn case_verdict(

@@ -50,6 +50,11 @@ impl CommonOptions {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
 
+    /// Returns those of the subjects that are to be run.
+    pub fn wanted<'a, Subject: Named>(&self, subjects: &'a [Subject]) -> Vec<&'a Subject> {
+        subjects.iter().filter(|subject| self.is_wanted(subject.name())).collect()
+    }
+
     /// Checks that each name in `--only` is one of the `known` subjects.
     ///
     /// # Errors
@@ -64,6 +69,9 @@ impl CommonOptions {
         if self.quick { quick } else { full }
     }
 }
+
+/// Metric of a sample: 1 if all its processes survived, otherwise 0. A lost sample has the value 0.
+pub const SURVIVED: &str = "survived";
 
 /// All samples of a run: one series for each case (combination of settings), subject (allocator or program that is
 /// measured) and metric.
@@ -84,6 +92,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
             match outcome {
                 Outcome::Measured(line) => series.rounds.push(line[*metric].as_f64()),
+                Outcome::Killed | Outcome::Failed(_) if *metric == SURVIVED => series.rounds.push(Some(0.0)),
                 Outcome::Killed => {
                     series.rounds.push(None);
                     series.killed += 1;
@@ -109,6 +118,18 @@ impl<Case: Ord + Clone> SampleTable<Case> {
     /// Returns the series of one case, subject and metric; none if that series was not measured.
     pub fn get(&self, (case, subject, metric): SeriesKey<'_, Case>) -> Option<&Series> {
         self.series.get(&(case.clone(), subject, metric))
+    }
+
+    /// For each case in which both subjects were measured, returns how many times better `own` is than `base` in each
+    /// round.
+    pub fn ratios(
+        &self,
+        cases: &[Case],
+        (own, base): (&'static str, &'static str),
+        (metric, better): (&'static str, Better),
+    ) -> Vec<Vec<f64>> {
+        let both = |case| Some((self.get((case, own, metric))?, self.get((case, base, metric))?));
+        cases.iter().filter_map(both).map(|(own, base)| own.ratios(base, better)).collect()
     }
 
     /// Returns the sum of the values of a series; 0 if that series was not measured.
@@ -161,88 +182,171 @@ pub fn metric_names(columns: &[(Metric, &str)]) -> Vec<&'static str> {
     columns.iter().map(|(metric, _)| metric.name).collect()
 }
 
-/// Adds the rows of one case to the report: for each metric, the rows of all subjects. Each metric has a column of the
-/// table with this title.
-pub fn report_rows<Case: Ord + Clone>(
-    report: &mut Report,
-    samples: &SampleTable<Case>,
-    case: (&Case, &str),
-    subjects: &[impl Named],
-    table: &str,
-    columns: &[(Metric, &str)],
-) {
-    for (metric, column) in columns {
-        for subject in subjects {
+/// A comparison of subjects in several cases: its samples, and the report to which it adds rows and verdicts.
+#[derive(Debug)]
+pub struct Study<'a, Case> {
+    pub report: &'a mut Report,
+    pub samples: SampleTable<Case>,
+    name: fn(&Case) -> String,
+}
+
+impl<'a, Case: Ord + Clone> Study<'a, Case> {
+    /// Makes a comparison without samples. `name` returns the name of a case in the report.
+    pub fn new(report: &'a mut Report, name: fn(&Case) -> String) -> Self {
+        Self { report, samples: SampleTable::new(), name }
+    }
+
+    /// Returns the name of a case in the report.
+    pub fn name(&self, case: &Case) -> String {
+        (self.name)(case)
+    }
+
+    /// Takes samples case by case, in each case round by round, and in each round one sample of every subject. Records
+    /// the values of `metrics`, and advances a progress bar. A sample that could not be taken is reported as a gap.
+    ///
+    /// # Errors
+    ///
+    /// Every error of `sample` that is not a gap.
+    pub fn measure_by_case<Subject: Named>(
+        &mut self,
+        (cases, rounds): (&[Case], usize),
+        subjects: &[Subject],
+        metrics: &[&'static str],
+        mut sample: impl FnMut(&Case, &Subject) -> Result<Outcome>,
+    ) -> Result<()> {
+        let order = cases.iter().flat_map(|case| (0..rounds).map(move |round| (case, round)));
+        self.measure(order, subjects, metrics, |_, _, _| true, |case, subject, _| sample(case, subject))
+    }
+
+    /// As [`Self::measure_by_case`], but round by round, and in each round case by case.
+    pub fn measure_by_round<Subject: Named>(
+        &mut self,
+        (cases, rounds): (&[Case], usize),
+        subjects: &[Subject],
+        metrics: &[&'static str],
+        mut sample: impl FnMut(&Case, &Subject) -> Result<Outcome>,
+    ) -> Result<()> {
+        let order = (0..rounds).flat_map(|round| cases.iter().map(move |case| (case, round)));
+        self.measure(order, subjects, metrics, |_, _, _| true, |case, subject, _| sample(case, subject))
+    }
+
+    /// Takes samples of the given cases and rounds, in this order. `runs` returns whether a subject runs in a case and a
+    /// round. Otherwise as [`Self::measure_by_case`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::measure_by_case`].
+    pub fn measure<'case, Subject: Named>(
+        &mut self,
+        order: impl Iterator<Item = (&'case Case, usize)>,
+        subjects: &[Subject],
+        metrics: &[&'static str],
+        runs: impl Fn(&Case, &Subject, usize) -> bool,
+        mut sample: impl FnMut(&Case, &Subject, usize) -> Result<Outcome>,
+    ) -> Result<()>
+    where
+        Case: 'case,
+    {
+        let mut turns = Vec::new();
+        for (case, round) in order {
+            let fitting: Vec<&Subject> = subjects.iter().filter(|subject| runs(case, subject, round)).collect();
+            turns.extend(rotated(&fitting, round).map(|subject| (case, *subject, round)));
+        }
+        let progress = Progress::new(turns.len());
+        for (case, subject, round) in turns {
+            progress.step(&format!("{}, {}", self.name(case), subject.name()));
+            if let Some(outcome) = self.report.unless_gap(sample(case, subject, round))? {
+                self.samples.add_outcome(case, subject.name(), metrics, &outcome);
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the rows of one case to the report: for each metric, the rows of all subjects that were measured. Each
+    /// metric has a column of the table with this title.
+    pub fn rows(&mut self, case: &Case, subjects: &[impl Named], table: &str, columns: &[(Metric, &str)]) {
+        self.rows_as(case, &self.name(case), subjects, table, columns);
+    }
+
+    /// As [`Self::rows`], but with another name of the case.
+    pub fn rows_as(
+        &mut self,
+        case: &Case,
+        name: &str,
+        subjects: &[impl Named],
+        table: &str,
+        columns: &[(Metric, &str)],
+    ) {
+        for (metric, column) in columns {
             let cell = TableCell { table: table.to_owned(), column: (*column).to_owned() };
-            report_row(report, samples, case, subject.name(), *metric, Some(cell));
+            subjects.iter().for_each(|subject| self.row((case, name), subject.name(), *metric, Some(cell.clone())));
         }
     }
-}
 
-/// As [`report_rows`], but the rows appear in the JSON output only.
-pub fn report_json_rows<Case: Ord + Clone>(
-    report: &mut Report,
-    samples: &SampleTable<Case>,
-    case: (&Case, &str),
-    subjects: &[impl Named],
-    metrics: &[Metric],
-) {
-    for metric in metrics {
-        subjects.iter().for_each(|subject| report_row(report, samples, case, subject.name(), *metric, None));
+    /// As [`Self::rows`], but the rows appear in the JSON output only.
+    pub fn json_rows(&mut self, case: &Case, subjects: &[impl Named], metrics: &[Metric]) {
+        let name = self.name(case);
+        for metric in metrics {
+            subjects.iter().for_each(|subject| self.row((case, &name), subject.name(), *metric, None));
+        }
     }
-}
 
-/// Adds the row of one subject, case and metric to the report, if `samples` has such a series.
-fn report_row<Case: Ord + Clone>(
-    report: &mut Report,
-    samples: &SampleTable<Case>,
-    (case, case_name): (&Case, &str),
-    subject: &'static str,
-    metric: Metric,
-    cell: Option<TableCell>,
-) {
-    let Some(series) = samples.get((case, subject, metric.name)) else {
-        return;
-    };
-    let baseline = metric.baseline.filter(|&baseline| baseline != subject);
-    let baseline = baseline.and_then(|name| Some((name, samples.get((case, name, metric.name))?, metric.better)));
-    let entry = RowLabels { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, cell };
-    report.add_series(entry, series);
-}
+    fn row(&mut self, (case, name): (&Case, &str), subject: &'static str, metric: Metric, cell: Option<TableCell>) {
+        let get = |subject| self.samples.get((case, subject, metric.name));
+        let Some(series) = get(subject) else { return };
+        let baseline = metric.baseline.filter(|&baseline| baseline != subject);
+        let baseline = baseline.and_then(|name| Some((name, get(name)?, metric.better)));
+        let labels = RowLabels { case: name, subject, metric: metric.name, unit: metric.unit, baseline, cell };
+        self.report.add_series(labels, series);
+    }
 
-/// Returns the samples of a run in the order in which they are taken: case by case, in each case round by round, and in
-/// each round one sample of every subject. Advances a progress bar.
-pub fn turns_by_case<'a, Case, Subject: Named>(
-    cases: &'a [Case],
-    rounds: usize,
-    subjects: &'a [Subject],
-    case_name: impl Fn(&Case) -> String,
-) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
-    let order = cases.iter().flat_map(move |case| (0..rounds).map(move |round| (case, round)));
-    turns(order, cases.len() * rounds, subjects, case_name)
-}
+    /// Adds a verdict on the quotient of two series, `own` divided by `base`, for rates and for costs. The bound says
+    /// whether a large or a small quotient is good.
+    pub fn judge_quotient(
+        &mut self,
+        target: impl Into<String>,
+        bound: Bound,
+        own: SeriesKey<'_, Case>,
+        base: SeriesKey<'_, Case>,
+    ) {
+        self.judge_ratio(target, bound, (own, base), Better::Higher);
+    }
 
-/// As [`turns_by_case`], but round by round, and in each round case by case.
-pub fn turns_by_round<'a, Case, Subject: Named>(
-    cases: &'a [Case],
-    rounds: usize,
-    subjects: &'a [Subject],
-    case_name: impl Fn(&Case) -> String,
-) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
-    let order = (0..rounds).flat_map(move |round| cases.iter().map(move |case| (case, round)));
-    turns(order, cases.len() * rounds, subjects, case_name)
-}
+    /// Adds a verdict on the times of two series. With [`Bound::AtLeast`], the estimate is the baseline's time divided
+    /// by the time of `own`. With [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
+    pub fn judge_time_ratio(
+        &mut self,
+        target: impl Into<String>,
+        bound: Bound,
+        own: SeriesKey<'_, Case>,
+        base: SeriesKey<'_, Case>,
+    ) {
+        let better = if matches!(bound, Bound::AtMost(_)) { Better::Higher } else { Better::Lower };
+        self.judge_ratio(target, bound, (own, base), better);
+    }
 
-fn turns<'a, Case: 'a, Subject: Named>(
-    cases_and_rounds: impl Iterator<Item = (&'a Case, usize)>,
-    len: usize,
-    subjects: &'a [Subject],
-    case_name: impl Fn(&Case) -> String,
-) -> impl Iterator<Item = (&'a Case, &'a Subject)> {
-    let progress = Progress::new(len * subjects.len());
-    let turns =
-        cases_and_rounds.flat_map(move |(case, round)| rotated(subjects, round).map(move |subject| (case, subject)));
-    turns.inspect(move |(case, subject)| progress.step(&format!("{}, {}", case_name(case), subject.name())))
+    fn judge_ratio(
+        &mut self,
+        target: impl Into<String>,
+        bound: Bound,
+        (own, base): (SeriesKey<'_, Case>, SeriesKey<'_, Case>),
+        better: Better,
+    ) {
+        let blank = not_measured(target, bound, "x", "one side was not run");
+        let base = (base.1, self.samples.get(base));
+        self.report.add_verdict(blank.compared(self.samples.get(own), base, better));
+    }
+
+    /// Adds a verdict on the median of one series against a fixed bound, without a baseline.
+    pub fn judge_value(
+        &mut self,
+        target: impl Into<String>,
+        (bound, unit): (Bound, &'static str),
+        own: SeriesKey<'_, Case>,
+    ) {
+        let blank = not_measured(target, bound, unit, "it was not run");
+        self.report.add_verdict(blank.measured(self.samples.get(own)));
+    }
 }
 
 /// Returns all items in cyclic order. Each round begins with another item, so that no item always runs first.
@@ -271,45 +375,6 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
 
 /// Identifies one series of samples: its case, subject and metric.
 pub type SeriesKey<'a, Case> = (&'a Case, &'static str, &'static str);
-
-/// Compares the times of two series of samples. With [`Bound::AtLeast`], the estimate is the baseline's time divided by
-/// the time of `own`. With [`Bound::AtMost`], the estimate is the time of `own` divided by the baseline's time.
-pub fn judge_time_ratio<Case: Ord + Clone>(
-    samples: &SampleTable<Case>,
-    target: impl Into<String>,
-    bound: Bound,
-    own: SeriesKey<'_, Case>,
-    base: SeriesKey<'_, Case>,
-) -> Verdict {
-    if matches!(bound, Bound::AtMost(_)) {
-        return judge_quotient(samples, target, bound, own, base);
-    }
-    let blank = not_measured(target, bound, "x", "one side was not run");
-    blank.compared(samples.get(own), (base.1, samples.get(base)), Better::Lower)
-}
-
-/// Judges the quotient of two series, `own` divided by `base`, for rates and for costs. The bound says whether a large
-/// or a small quotient is good.
-pub fn judge_quotient<Case: Ord + Clone>(
-    samples: &SampleTable<Case>,
-    target: impl Into<String>,
-    bound: Bound,
-    own: SeriesKey<'_, Case>,
-    base: SeriesKey<'_, Case>,
-) -> Verdict {
-    let blank = not_measured(target, bound, "x", "one side was not run");
-    blank.compared(samples.get(own), (base.1, samples.get(base)), Better::Higher)
-}
-
-/// Judges the median of one series against a fixed bound, without a baseline.
-pub fn judge_value<Case: Ord + Clone>(
-    samples: &SampleTable<Case>,
-    target: impl Into<String>,
-    (bound, unit): (Bound, &'static str),
-    own: SeriesKey<'_, Case>,
-) -> Verdict {
-    not_measured(target, bound, unit, "it was not run").measured(samples.get(own))
-}
 
 /// Minimum speed of Pagemill that returns free memory by age (the default), relative to Pagemill that returns it only
 /// on request and under pressure.

@@ -4,13 +4,11 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{
-    CommonOptions, Metric, Named, SampleTable, metric_names, not_measured, report_rows, turns_by_case,
-};
+use crate::experiment::{CommonOptions, Metric, Study, metric_names, not_measured};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats;
-use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
+use crate::subject::{self, PAGEMILL, Role};
 
 /// Sizes in bytes of the allocations that are freed before free memory is requested. The report has one table for each
 /// size.
@@ -42,6 +40,9 @@ const COLUMNS: [(Metric, &str); 5] = [
     (Metric::lower(LONGEST_MALLOC_BEFORE_MS, "ms"), "longest in 100 ms before"),
 ];
 
+/// MiB of freed memory, and size of the freed allocations in bytes.
+type Case = (u64, usize);
+
 pub fn run(common: &CommonOptions) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
     let mut report = Report::new("giveback", common.json);
@@ -52,41 +53,32 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
     }
     child::touch_beforehand(mib + mib / 8)?;
-    let samples = measure_cases(&ready, common, mib)?;
-    for piece in ALLOCATION_SIZES {
-        add_rows(&mut report, &samples, &ready, piece, mib);
-        add_verdicts(&mut report, &samples, piece, mib);
+    let mut study =
+        Study::new(&mut report, |(mib, piece): &Case| format!("{mib} MiB in pieces of {} KiB", piece >> 10));
+    let cases = ALLOCATION_SIZES.map(|piece| (mib, piece));
+    let metrics = metric_names(&COLUMNS);
+    study.measure_by_case((&cases, common.rounds()), &ready, &metrics, |(mib, piece), subject| {
+        let how = child::word(&subject.subject.give_back);
+        let arguments = ["__giveback", "--mib", &mib.to_string(), "--piece", &piece.to_string(), "--how", &how];
+        child::run_under(subject, arguments, Duration::from_secs(120))
+    })?;
+    for case in &cases {
+        let table = format!("{}, freed, then asked for", study.name(case));
+        study.rows(case, &ready, &table, &COLUMNS);
+        add_verdicts(&mut study, case);
     }
     Ok(report)
 }
 
-fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
-    let mut samples = SampleTable::new();
-    for (piece, subject) in
-        turns_by_case(&ALLOCATION_SIZES, common.rounds(), ready, |piece| format!("pieces of {} KiB", piece >> 10))
-    {
-        let how = child::word(&subject.subject.give_back);
-        let arguments = ["__giveback", "--mib", &mib.to_string(), "--piece", &piece.to_string(), "--how", &how];
-        let outcome = child::run_under(subject, arguments, Duration::from_secs(120))?;
-        samples.add_outcome(piece, subject.name(), &metric_names(&COLUMNS), &outcome);
-    }
-    Ok(samples)
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[AvailableSubject], piece: usize, mib: u64) {
-    let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
-    report_rows(report, samples, (&piece, &name), ready, &format!("{name}, freed, then asked for"), &COLUMNS);
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
-    let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
+fn add_verdicts(study: &mut Study<'_, Case>, case: &Case) {
+    let (mib, piece) = *case;
+    let name = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
     let targets = [(WALL_MS, 50.0, "ms to give back"), (LONGEST_MALLOC_MS, 5.0, "longest unrelated malloc")];
     for (metric, bound, what) in targets {
-        let target = format!("{case}, {what}");
+        let target = format!("{name}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
-        let returned = samples.get((&piece, PAGEMILL, RETURNED_MIB));
-        let held = samples.get((&piece, PAGEMILL, HELD_MIB));
-        let verdict = match (samples.get((&piece, PAGEMILL, metric)), returned, held) {
+        let get = |metric| study.samples.get((case, PAGEMILL, metric));
+        let verdict = match (get(metric), get(RETURNED_MIB), get(HELD_MIB)) {
             _ if mib < FULL_MIB => Verdict { note: "--quick asks for less than 1 GiB".to_owned(), ..verdict },
             (Some(series), Some(returned), Some(held)) => {
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
@@ -100,6 +92,6 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize,
             }
             _ => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
         };
-        report.add_verdict(verdict);
+        study.report.add_verdict(verdict);
     }
 }

@@ -6,10 +6,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Named, Progress, SampleTable, judge_time_ratio, judge_value, report_rows, rotated,
-    threads_text,
-};
+use crate::experiment::{CommonOptions, Metric, Named, Study, threads_text};
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
 use crate::report::{Bound, Report, Series};
@@ -103,6 +100,8 @@ const DATA_MIB: (u64, u64) = (256, 1024);
 const MEASUREMENT_MS: (u64, u64) = (50, 500);
 /// Number of small files (quick, full).
 const SMALL_FILE_COUNT: (u64, u64) = (10_000, 100_000);
+/// Time limit of a workload process.
+const TIME_LIMIT: Duration = Duration::from_secs(120);
 /// Size of a small file.
 const SMALL_FILE_BYTES: u64 = 1 << 10;
 /// Number of samples (quick, full). It is larger than in other experiments, because the targets have a margin of only
@@ -141,8 +140,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("hit", common.json);
     let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([SMALL_FILES_PART]).collect();
     common.check_only(&known)?;
-    let is_wanted = |name: &str| common.is_wanted(name);
-    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(subject.name)).collect();
+    let mut subjects = common.wanted(&SUBJECTS);
     let mounter = match subjects.iter().any(|subject| subject.mount.is_some()).then(|| Mounter::new(None)) {
         None => None,
         Some(Ok(mounter)) => Some(mounter),
@@ -152,45 +150,36 @@ pub fn run(options: &Options) -> Result<Report> {
             None
         }
     };
-    let samples = measure_cases(options, &subjects, is_wanted(SMALL_FILES_PART), mounter.as_ref())?;
-    add_rows(&mut report, &samples, &subjects);
-    report_doubtful_measurements(&mut report, &samples, &subjects);
-    add_verdicts(&mut report, &samples);
+    let mut study = Study::new(&mut report, |threads| threads_text(*threads));
+    measure_cases(options, &mut study, &subjects, mounter.as_ref())?;
+    add_rows(&mut study, &subjects);
+    report_doubtful_measurements(&mut study, &subjects);
+    add_verdicts(&mut study);
     Ok(report)
 }
 
 fn measure_cases(
     options: &Options,
+    study: &mut Study<'_, Case>,
     subjects: &[&Subject],
-    has_files: bool,
     mounter: Option<&Mounter>,
-) -> Result<SampleTable<Case>> {
+) -> Result<()> {
     let common = &options.common;
-    let rounds = common.rounds_or(ROUNDS);
+    let (rounds, run_ms) = (common.rounds_or(ROUNDS), common.quick_or_full(MEASUREMENT_MS));
     let mib = options.mib.unwrap_or(common.quick_or_full(DATA_MIB));
     let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILE_COUNT));
     child::touch_beforehand(mib * 3 / 2 + 64)?;
-    let progress = Progress::new(rounds * (THREAD_COUNTS.len() * subjects.len() + usize::from(has_files)));
-    let mut samples = SampleTable::new();
-    for round in 0..rounds {
-        for case in THREAD_COUNTS {
-            for subject in rotated(subjects, round) {
-                progress.step(subject.name);
-                let numbers = [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(MEASUREMENT_MS))];
-                let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
-                let outcome = child::failed_if_gap(take_sample(subject, line, mounter, mib))?;
-                samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
-            }
-        }
-        if has_files {
-            progress.step(SMALL_FILES_PART);
-            let numbers = [("--files", files), ("--bytes", SMALL_FILE_BYTES)];
-            let line = child::command_words(&["__small-files"], &numbers);
-            let outcome = take_sample(&Subject::new(SMALL_FILES_PART, SMALL_FILES_PART, &[]), line, None, 0)?;
-            samples.add_outcome(&SIZES_CASE, SMALL_FILES_PART, &[RESIDENT_RATIO, COUNTED_RATIO], &outcome);
-        }
-    }
-    Ok(samples)
+    study.measure_by_round((&THREAD_COUNTS, rounds), subjects, PAGE_CACHE_METRICS, |threads, subject| {
+        let numbers = [("--threads", *threads), ("--mib", mib), ("--run-ms", run_ms)];
+        let line = child::command_words(&["__hit", "--subject", subject.argument], &numbers);
+        let outcome = child::failed_if_gap(take_sample(subject, line, mounter, mib))?;
+        Ok(outcome.part(|line| subject.metrics.iter().map(|metric| (*metric, line[*metric].clone())).collect()))
+    })?;
+    let metrics = [RESIDENT_RATIO, COUNTED_RATIO];
+    study.measure_by_round((&[SIZES_CASE], rounds), &common.wanted(&[SMALL_FILES_PART]), &metrics, |_, part| {
+        let numbers = [("--files", files), ("--bytes", SMALL_FILE_BYTES)];
+        child::run_plain(part, child::command_words(&["__small-files"], &numbers), TIME_LIMIT)
+    })
 }
 
 /// Takes one sample of a subject in a new workload process. If the subject uses files, mounts a file system for it.
@@ -200,10 +189,10 @@ fn take_sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounte
         _ => None,
     };
     line.extend(mounted.iter().flat_map(files::place_arguments));
-    child::run_with_settings(subject.name, line, subject.settings, Duration::from_secs(120))
+    child::run_with_settings(subject.name, line, subject.settings, TIME_LIMIT)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
+fn add_rows(study: &mut Study<'_, Case>, subjects: &[&Subject]) {
     for (name, what, baseline) in [
         (COPY_NS, "copied out", MEMCPY),
         (PIN_NS, "pinned, 8 bytes read", FRAMES),
@@ -212,9 +201,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
     ] {
         let table = format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
         for case in THREAD_COUNTS {
-            let threads = threads_text(case);
-            let column = (Metric::lower(name, "ns").against(baseline), threads.as_str());
-            report_rows(report, samples, (&case, &threads), subjects, &table, &[column]);
+            study.rows(&case, subjects, &table, &[(Metric::lower(name, "ns").against(baseline), &threads_text(case))]);
         }
     }
     let metadata = [
@@ -223,18 +210,19 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subje
         (Metric::lower(ADDED_BYTES, "B"), "resident beside the data, B a page"),
         (Metric::lower(HUGE_SHARE, "1"), "share in huge pages"),
     ];
-    report_rows(report, samples, (&SIZES_CASE, "metadata"), subjects, "what is beside the data", &metadata);
+    study.rows_as(&SIZES_CASE, "metadata", subjects, "what is beside the data", &metadata);
     let table = "files of 1 KiB in one cache: bytes over those rounded up to pages";
     let sizes = [
         (Metric::lower(RESIDENT_RATIO, "x"), "resident"),
         (Metric::lower(COUNTED_RATIO, "x"), "as the cache counts it"),
     ];
-    report_rows(report, samples, (&SIZES_CASE, "small files"), &[SMALL_FILES_PART], table, &sizes);
+    study.rows_as(&SIZES_CASE, "small files", &[SMALL_FILES_PART], table, &sizes);
 }
 
 /// Adds a warning to the report for each baseline that got too few huge pages, and for an index size that cannot be
 /// right.
-fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
+fn report_doubtful_measurements(study: &mut Study<'_, Case>, subjects: &[&Subject]) {
+    let (report, samples) = (&mut *study.report, &study.samples);
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
         let share = samples.get((&SIZES_CASE, subject.name, HUGE_SHARE)).and_then(Series::median);
         if share.is_some_and(|share| share < MIN_HUGE_FRACTION) {
@@ -250,7 +238,7 @@ fn report_doubtful_measurements(report: &mut Report, samples: &SampleTable<Case>
     }
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+fn add_verdicts(study: &mut Study<'_, Case>) {
     for case in &THREAD_COUNTS {
         for (subject, bound, base) in [
             (HUGE_FOLIOS, Bound::AtMost(1.05), MEMCPY),
@@ -262,7 +250,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
             let how = if matches!(bound, Bound::AtMost(_)) { "time of" } else { "as fast as" };
             let target = format!("copy, {}: {subject}, {how} {base}", threads_text(*case));
             let (own, base) = ((case, subject, COPY_NS), (case, base, COPY_NS));
-            report.add_verdict(judge_time_ratio(samples, target, bound, own, base));
+            study.judge_time_ratio(target, bound, own, base);
         }
         for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
             let bounds =
@@ -270,7 +258,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
             for (what, metric, bound) in bounds {
                 let target = format!("{what}, {}: {subject}, time of {FRAMES}", threads_text(*case));
                 let (own, base) = ((case, subject, metric), (case, FRAMES, metric));
-                report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(bound), own, base));
+                study.judge_time_ratio(target, Bound::AtMost(bound), own, base);
             }
         }
     }
@@ -281,7 +269,6 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         ("small files, resident", SMALL_FILES_PART, RESIDENT_RATIO, 1.15, "x"),
         ("small files, counted", SMALL_FILES_PART, COUNTED_RATIO, 1.15, "x"),
     ] {
-        let bound = (Bound::AtMost(bound), unit);
-        report.add_verdict(judge_value(samples, target, bound, (&SIZES_CASE, subject, metric)));
+        study.judge_value(target, (Bound::AtMost(bound), unit), (&SIZES_CASE, subject, metric));
     }
 }

@@ -13,7 +13,7 @@ use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::ebizzy::{FAULTS, MIN_FAULTS_IF_RETURNING};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, not_measured, report_rows, turns_by_case};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{AvailableSubject, PAGEMILL, Role};
@@ -30,14 +30,6 @@ const CASE: &str = "hog, 512 MiB, 2 threads";
 const RECORDS: &str = "records_per_second";
 const METRICS: &[&str] = &[FAULTS, RECORDS, "hog_rounds", "refused", "hog_refused", "bursts"];
 
-/// The durations of a sample, in ms.
-pub struct SampleTimes {
-    warm_ms: u64,
-    measure_ms: u64,
-    burst_every_ms: u64,
-    pause_ms: u64,
-}
-
 /// Runs ebizzy and a memory hog together under every allocator; adds rows and a verdict to the report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let is_limited = match check_limit() {
@@ -47,14 +39,10 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
             false
         }
     };
-    let times = SampleTimes::new(common);
-    let mut samples = SampleTable::new();
-    for (case, subject) in turns_by_case(&[CASE], common.rounds(), ready, |case| (*case).to_owned()) {
-        let sample = take_sample(subject, &times, is_limited);
-        if let Some(outcome) = report.unless_gap(sample)? {
-            samples.add_outcome(case, subject.name(), METRICS, &outcome);
-        }
-    }
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
+    study.measure_by_case((&[CASE], common.rounds()), ready, METRICS, |_, subject| {
+        take_sample(subject, common, is_limited)
+    })?;
     let table = format!("ebizzy with a hog: {THREADS} threads, {LIMIT_MIB} MiB around both, {TURN_MIB} MiB by turns");
     let columns = [
         (Metric::higher(RECORDS, "1/s").against("glibc-eager"), "records/s"),
@@ -62,8 +50,8 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
         (Metric::higher("refused", "calls"), "refused"),
         (Metric::higher("hog_refused", "calls"), "refused to the hog"),
     ];
-    report_rows(report, &samples, (&CASE, CASE), ready, &table, &columns);
-    report.add_verdict(verdict(&samples, ready));
+    study.rows(&CASE, ready, &table, &columns);
+    study.report.add_verdict(verdict(&study.samples, ready));
     Ok(())
 }
 
@@ -73,13 +61,13 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
 /// # Errors
 ///
 /// [`Error::Gap`] if nothing could be measured.
-fn take_sample(ready: &AvailableSubject, times: &SampleTimes, is_limited: bool) -> Result<Outcome> {
+fn take_sample(ready: &AvailableSubject, common: &CommonOptions, is_limited: bool) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let limit = format!("{LIMIT_MIB}M");
     let limit_options = ["--limit", &limit];
     let mut line = ready.launcher("hog", if is_limited { &[] } else { &limit_options })?;
     line.push(child::own_executable()?.display().to_string());
-    line.extend(times.pair_arguments(folder.path()));
+    line.extend(pair_arguments(common, folder.path()));
     sample_pair(ready.name(), &line, folder.path(), is_limited, &[])
 }
 
@@ -112,29 +100,21 @@ pub fn check_limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
 
-impl SampleTimes {
-    pub fn new(common: &CommonOptions) -> Self {
-        match common.quick {
-            true => Self { warm_ms: 50, measure_ms: 400, burst_every_ms: 300, pause_ms: 100 },
-            false => Self { warm_ms: 250, measure_ms: 3000, burst_every_ms: 500, pause_ms: 200 },
-        }
-    }
-
-    /// Returns the arguments of the bench that start workload and hog with these durations.
-    pub fn pair_arguments(&self, folder: &Path) -> impl Iterator<Item = String> {
-        let options = [
-            ("--threads", u64::from(THREADS)),
-            ("--warm-ms", self.warm_ms),
-            ("--measure-ms", self.measure_ms),
-            ("--burst-mib", TURN_MIB),
-            ("--burst-every-ms", self.burst_every_ms),
-            ("--mib", TURN_MIB),
-            ("--pause-ms", self.pause_ms),
-        ];
-        let numbers: Vec<String> = child::numeric_options(&options).collect();
-        let folder = ["--folder".to_owned(), folder.display().to_string()];
-        ["__pair".to_owned()].into_iter().chain(numbers).chain(folder)
-    }
+/// Returns the arguments of the bench that start workload and hog.
+pub fn pair_arguments(common: &CommonOptions, folder: &Path) -> Vec<String> {
+    let [warm_ms, measure_ms, burst_every_ms, pause_ms] =
+        common.quick_or_full(([50, 400, 300, 100], [250, 3000, 500, 200]));
+    let options = [
+        ("--threads", u64::from(THREADS)),
+        ("--warm-ms", warm_ms),
+        ("--measure-ms", measure_ms),
+        ("--burst-mib", TURN_MIB),
+        ("--burst-every-ms", burst_every_ms),
+        ("--mib", TURN_MIB),
+        ("--pause-ms", pause_ms),
+    ];
+    let folder = folder.display().to_string();
+    child::command_words(&["__pair", "--folder", &folder], &options)
 }
 
 fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {

@@ -10,7 +10,6 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::hint::black_box;
 use std::io;
-use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -18,6 +17,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use pagemill_core::units::BLOCK_BYTES;
+use pagemill_sys::mem;
 use rustix::process::{self, Pid, Signal, WaitId, WaitIdOptions};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -325,27 +325,22 @@ impl Pages {
 
     /// Maps `len_bytes` bytes of memory, of which no page is resident yet.
     pub fn new(len_bytes: usize) -> Result<Self, String> {
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new mapping replaces nothing.
-        let addr = unsafe { libc::mmap(std::ptr::null_mut(), len_bytes, access, flags, -1, 0) };
-        match addr == libc::MAP_FAILED {
-            true => Err(format!("mapping {len_bytes} bytes: {}", std::io::Error::last_os_error())),
-            false => Ok(Self { addr: addr.cast(), len_bytes }),
-        }
+        Self::aligned(len_bytes, Self::page_bytes())
+    }
+
+    fn aligned(len_bytes: usize, align_bytes: usize) -> Result<Self, String> {
+        let failed = |cause: io::Error| format!("mapping {len_bytes} bytes: {cause}");
+        let addr = mem::reserve(len_bytes, align_bytes, 0).map_err(failed)?;
+        let pages = Self { addr: addr as *mut u8, len_bytes };
+        // SAFETY: the range is the reservation that was just made.
+        unsafe { mem::open(addr, len_bytes) }.map_err(failed)?;
+        Ok(pages)
     }
 
     /// Maps memory that begins at a multiple of 2 MiB, and makes all of it resident. The kernel uses huge pages if it
     /// has any.
     pub fn huge(len_bytes: usize) -> Result<Self, String> {
-        let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
-        let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
-        let mut pages = Self { addr: spare.address_at(head_bytes, len_bytes), len_bytes };
-        // SAFETY: nothing refers to this part of the new mapping, which lies before the part that is kept. For zero
-        // bytes the call fails, which is harmless.
-        unsafe { libc::munmap(spare.addr.cast(), head_bytes) };
-        let tail = spare.address_at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
-        // SAFETY: nothing refers to this part of the new mapping, which lies after the part that is kept.
-        unsafe { libc::munmap(tail.cast(), BLOCK_BYTES - head_bytes) };
+        let mut pages = Self::aligned(len_bytes, BLOCK_BYTES)?;
         pages.advise_huge()?;
         pages.touch(0, len_bytes);
         Ok(pages)
@@ -470,7 +465,7 @@ unsafe impl Sync for Pages {}
 impl Drop for Pages {
     fn drop(&mut self) {
         // SAFETY: this value owns the mapping, and no reference into it is left.
-        unsafe { libc::munmap(self.addr.cast(), self.len_bytes) };
+        unsafe { mem::unreserve(self.addr as usize, self.len_bytes) };
     }
 }
 

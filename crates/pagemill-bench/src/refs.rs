@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, report_rows, rotated};
+use crate::experiment::{CommonOptions, Metric, Study};
 use crate::report::{Bound, Report};
 
 /// Subject: pins a range of a huge folio that may be split.
@@ -48,12 +48,13 @@ type Case = (u64, u64, bool);
 /// The case under which splits, collapses and copies are reported. It has no range size and no number of threads.
 const SPLIT_CASE: Case = (0, 0, false);
 
-fn cases() -> impl Iterator<Item = Case> {
-    SIZES_KIB.into_iter().flat_map(|kib| [(kib, 1, false), (kib, 2, false), (kib, 2, true)])
+fn cases() -> Vec<Case> {
+    SIZES_KIB.map(|kib| [(kib, 1, false), (kib, 2, false), (kib, 2, true)]).concat()
 }
 
-fn case_name((kib, threads, is_own): Case) -> String {
+fn case_name(&(kib, threads, is_own): &Case) -> String {
     let threads = match (threads, is_own) {
+        (0, _) => return "2 MiB".to_owned(),
         (1, _) => "1 thread".to_owned(),
         (count, true) => format!("{count} threads, a folio each"),
         (count, false) => format!("{count} threads, one folio"),
@@ -72,65 +73,52 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
     child::touch_beforehand(512)?;
-    let samples = measure_cases(common)?;
+    let mut study = Study::new(&mut report, case_name);
+    measure_cases(common, &mut study)?;
     let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
     let pin = Metric::lower(PIN_NS, "ns").against(PER_PAGE);
     for case in cases() {
-        let name = case_name(case);
-        let subjects = METHODS.map(|(subject, _)| subject);
-        report_rows(&mut report, &samples, (&case, &name), &subjects, &table, &[(pin, &name)]);
+        study.rows(&case, &METHODS, &table, &[(pin, &case_name(&case))]);
     }
     for (subject, metric, column) in
         [(SPLIT, SPLIT_NS, "split, ns"), (SPLIT, COLLAPSE_NS, "collapse, ns"), (MEMCPY, COPY_NS, "copy, ns")]
     {
-        let columns = [(Metric::lower(metric, "ns"), column)];
-        report_rows(&mut report, &samples, (&SPLIT_CASE, "2 MiB"), &[subject], "a huge folio", &columns);
+        study.rows(&SPLIT_CASE, &[subject], "a huge folio", &[(Metric::lower(metric, "ns"), column)]);
     }
-    add_verdicts(&mut report, &samples);
+    add_verdicts(&mut study);
     Ok(report)
 }
 
-fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| common.is_wanted(name)).collect();
-    let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
-    changes.retain(|(name, ..)| common.is_wanted(name));
-    let progress = Progress::new(common.rounds() * (cases().count() * ways.len() + changes.len()));
-    let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for case in cases() {
-            for &(subject, way) in rotated(&ways, round) {
-                progress.step(subject);
-                let run_ms = common.quick_or_full(PIN_SAMPLE_MS);
-                let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
-                let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
-                let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-                samples.add_outcome(&case, subject, &[PIN_NS], &child::run_plain(subject, line, TIME_LIMIT)?);
-            }
-        }
-        for &(subject, metrics, flag) in rotated(&changes, round) {
-            progress.step(subject);
-            let numbers =
-                [("--folios", common.quick_or_full(FOLIO_COUNT)), ("--run-ms", common.quick_or_full(SPLIT_SAMPLE_MS))];
-            let words = ["__change"].into_iter().chain(flag);
-            let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-            samples.add_outcome(&SPLIT_CASE, subject, metrics, &child::run_plain(subject, line, TIME_LIMIT)?);
-        }
-    }
-    Ok(samples)
+fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>) -> Result<()> {
+    let run_ms = common.quick_or_full(PIN_SAMPLE_MS);
+    study.measure_by_round((&cases(), common.rounds()), &common.wanted(&METHODS), &[PIN_NS], |case, (name, way)| {
+        let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
+        let mut line = child::command_words(&["__refs", "--way", way], &numbers);
+        line.extend(case.2.then(|| "--own".to_owned()));
+        child::run_plain(name, line, TIME_LIMIT)
+    })?;
+    let changes = [(SPLIT, None), (MEMCPY, Some("--copy".to_owned()))];
+    let numbers =
+        [("--folios", common.quick_or_full(FOLIO_COUNT)), ("--run-ms", common.quick_or_full(SPLIT_SAMPLE_MS))];
+    let metrics = [SPLIT_NS, COLLAPSE_NS, COPY_NS];
+    study.measure_by_round((&[SPLIT_CASE], common.rounds()), &common.wanted(&changes), &metrics, |_, (name, flag)| {
+        let line = child::command_words(&["__change"], &numbers).into_iter().chain(flag.clone());
+        child::run_plain(name, line, TIME_LIMIT)
+    })
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+fn add_verdicts(study: &mut Study<'_, Case>) {
     let one = (1024, 1, false);
     for subject in [SPLITTABLE, NEVER_SPLIT] {
         let target = format!("get + put of 1 MiB, 1 thread: {subject}, as fast as {PER_PAGE}");
         let (own, base) = ((&one, subject, PIN_NS), (&one, PER_PAGE, PIN_NS));
-        report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), own, base));
+        study.judge_time_ratio(target, Bound::AtLeast(50.0), own, base);
     }
     for (target, bound, metric) in [
         ("split, as fast as a copy of 2 MiB", Bound::AtLeast(20.0), SPLIT_NS),
         ("collapse, time of a copy of 2 MiB", Bound::AtMost(1.3), COLLAPSE_NS),
     ] {
         let (own, base) = ((&SPLIT_CASE, SPLIT, metric), (&SPLIT_CASE, MEMCPY, COPY_NS));
-        report.add_verdict(judge_time_ratio(samples, target, bound, own, base));
+        study.judge_time_ratio(target, bound, own, base);
     }
 }

@@ -8,13 +8,11 @@ use std::time::Duration;
 
 use pagemill_core::units::Bytes;
 
-use crate::callgrind;
+use crate::callgrind::{self, INSTRUCTIONS};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{
-    self, CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_rows, turns_by_case,
-};
-use crate::report::{Bound, Report, Row, TableCell, Verdict};
+use crate::experiment::{self, CommonOptions, Metric, Named, Study, not_measured};
+use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::{Better, Estimate};
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING};
 
@@ -55,15 +53,26 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("small", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     child::touch_beforehand(64)?;
-    let samples = measure_cases(&ready, common)?;
+    let milliseconds = common.quick_or_full(("15", "60"));
+    let mut study = Study::new(&mut report, case_name);
+    study.measure_by_case(
+        (&cases(), common.rounds()),
+        &ready,
+        &[NS_PER_PAIR],
+        |(pattern, threads, size), subject| {
+            let (threads, size) = (threads.to_string(), size.to_string());
+            let arguments =
+                ["__small", "--pattern", pattern, "--threads", &threads, "--size", &size, "--measure-ms", milliseconds];
+            child::run_under(subject, arguments, Duration::from_secs(30))
+        },
+    )?;
     let metric = Metric::lower(NS_PER_PAIR, "ns").against(BASELINE);
     for case in cases() {
         let (pattern, threads, size) = case;
         let table = format!("{pattern}, {threads} threads: ns a malloc and free, half the spread, times {BASELINE}");
-        let columns = [(metric, &*Bytes(size as u64).to_string())];
-        report_rows(&mut report, &samples, (&case, &case_name(case)), &ready, &table, &columns);
+        study.rows(&case, &ready, &table, &[(metric, &Bytes(size as u64).to_string())]);
     }
-    add_verdicts(&mut report, &samples);
+    add_verdicts(&mut study);
     if options.callgrind {
         count_instructions(&mut report, &ready, common)?;
     }
@@ -75,103 +84,62 @@ fn cases() -> Vec<Case> {
     PATTERNS.map(of_pattern).as_flattened().as_flattened().to_vec()
 }
 
-fn case_name((pattern, threads, size): Case) -> String {
+fn case_name(&(pattern, threads, size): &Case) -> String {
     format!("{pattern}, {threads} threads, {}", Bytes(size as u64))
-}
-
-fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let milliseconds = common.quick_or_full(("15", "60"));
-    let cases = cases();
-    let mut samples = SampleTable::new();
-    for (case, subject) in turns_by_case(&cases, common.rounds(), ready, |case| case_name(*case)) {
-        let (pattern, threads, size) = case;
-        let (threads, size) = (threads.to_string(), size.to_string());
-        let arguments =
-            ["__small", "--pattern", pattern, "--threads", &threads, "--size", &size, "--measure-ms", milliseconds];
-        let outcome = child::run_under(subject, arguments, Duration::from_secs(30))?;
-        samples.add_outcome(case, subject.name(), &[NS_PER_PAIR], &outcome);
-    }
-    Ok(samples)
 }
 
 /// Adds the verdicts to the report: one for every case, one for the mean of all cases, and one for the cost of
 /// returning memory by age.
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
+fn add_verdicts(study: &mut Study<'_, Case>) {
+    let ns = (NS_PER_PAIR, Better::Lower);
     for case in cases() {
-        let pagemill = samples.get((&case, PAGEMILL, NS_PER_PAIR));
-        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get((&case, PAGEMILL_WITHOUT_AGING, NS_PER_PAIR))) {
-            aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
-        }
-        let baseline = samples.get((&case, BASELINE, NS_PER_PAIR));
-        if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
-            all.push(pagemill.ratios(baseline, Better::Lower));
-            let blank = not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "");
-            report.add_verdict(blank.compared(Some(pagemill), (BASELINE, Some(baseline)), Better::Lower));
+        let baseline = study.samples.get((&case, BASELINE, NS_PER_PAIR));
+        if let (Some(pagemill), Some(baseline)) = (study.samples.get((&case, PAGEMILL, NS_PER_PAIR)), baseline) {
+            let blank = not_measured(format!("small, {}", case_name(&case)), Bound::AtLeast(0.95), "x", "");
+            study.report.add_verdict(blank.compared(Some(pagemill), (BASELINE, Some(baseline)), Better::Lower));
         }
     }
+    let all = study.samples.ratios(&cases(), (PAGEMILL, BASELINE), ns);
     let is_whole = all.len() == cases().len();
     let (ratios, note) = if is_whole { (&all[..], "") } else { (&[][..], "a side is missing") };
     let blank = not_measured("small, geometric mean of all cases", Bound::AtLeast(0.95), "x", note);
-    report.add_verdict(blank.with_mean(ratios, BASELINE));
-    if let Some(verdict) = experiment::judge_aging_cost("small", &aging_ratios) {
-        report.add_verdict(verdict);
-    }
+    study.report.add_verdict(blank.with_mean(ratios, BASELINE));
+    let aging_ratios = study.samples.ratios(&cases(), (PAGEMILL, PAGEMILL_WITHOUT_AGING), ns);
+    experiment::judge_aging_cost("small", &aging_ratios)
+        .into_iter()
+        .for_each(|verdict| study.report.add_verdict(verdict));
 }
 
 fn count_instructions(report: &mut Report, ready: &[AvailableSubject], common: &CommonOptions) -> Result<()> {
     let sizes = if common.quick { &SIZES[1..2] } else { &SIZES[..] };
-    let progress = Progress::new(PATTERNS.len() * sizes.len() * ready.len());
-    for pattern in PATTERNS {
-        for &size in sizes {
-            let mut counts = Vec::new();
-            for subject in ready {
-                progress.step(&format!("instructions, {pattern}, {size} B, {}", subject.name()));
-                if let Some(count) = report.unless_gap(instructions_per_pair(subject, pattern, size))? {
-                    counts.push((subject.name(), count));
-                }
-            }
-            add_instruction_rows(report, pattern, size, &counts);
+    let cases: Vec<Case> =
+        PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, 1, *size))).collect();
+    let mut study = Study::new(report, case_name);
+    study.measure_by_case((&cases, 1), ready, &[INSTRUCTIONS], |&(pattern, _, size), subject| {
+        callgrind::count_instructions(subject.name(), |command, pairs| {
+            command.args(["__small", "--pattern", pattern]);
+            command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
+            subject.apply(command);
+            // With this setting, Pagemill serves the program from the first call on. Otherwise the C library would
+            // serve this program, because it makes few calls.
+            command.env("PAGEMILL_AFTER", "0");
+        })
+    })?;
+    let metric = Metric::lower(INSTRUCTIONS, "instructions").against(BASELINE);
+    for case in &cases {
+        let (pattern, size) = (case.0, Bytes(case.2 as u64).to_string());
+        let table = format!("{pattern}: instructions a malloc and free (callgrind)");
+        study.rows(case, ready, &table, &[(metric, &size)]);
+        let count = |subject| study.samples.get((case, subject, INSTRUCTIONS)).and_then(Series::median);
+        if let (Some(pagemill), Some(baseline)) = (count(PAGEMILL), count(BASELINE)) {
+            let target = format!("small, {pattern}, {size}: instructions more");
+            study.report.add_verdict(Verdict {
+                // The count is exact, so the interval has zero width.
+                estimate: Some(Estimate::exact(pagemill - baseline, usize::MAX)),
+                baseline: BASELINE.to_owned(),
+                ..not_measured(target, Bound::AtMost(MAX_ADDED_INSTRUCTIONS), "instructions", "")
+            });
         }
     }
     Ok(())
-}
-
-fn add_instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(&'static str, f64)]) {
-    let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|&(_, count)| count);
-    for &(name, count) in counts {
-        let baseline = of(BASELINE).filter(|_| name != BASELINE);
-        report.add_row(Row {
-            case: format!("{pattern}, 1 threads, {}", Bytes(size as u64)),
-            subject: name.to_owned(),
-            baseline: baseline.map(|_| BASELINE.to_owned()),
-            ratio: baseline.map(|baseline| baseline / count),
-            cell: Some(TableCell {
-                table: format!("{pattern}: instructions a malloc and free (callgrind)"),
-                column: Bytes(size as u64).to_string(),
-            }),
-            ..report.single_value("instructions_per_pair", count, "instructions")
-        });
-    }
-    if let (Some(pagemill), Some(baseline)) = (of(PAGEMILL), of(BASELINE)) {
-        let more = pagemill - baseline;
-        let target = format!("small, {pattern}, {}: instructions more", Bytes(size as u64));
-        report.add_verdict(Verdict {
-            // The count is exact, so the interval has zero width.
-            estimate: Some(Estimate::exact(more, usize::MAX)),
-            baseline: BASELINE.to_owned(),
-            ..not_measured(target, Bound::AtMost(MAX_ADDED_INSTRUCTIONS), "instructions", "")
-        });
-    }
-}
-
-fn instructions_per_pair(ready: &AvailableSubject, pattern: &str, size: usize) -> Result<f64> {
-    callgrind::instructions_per_operation(ready.name(), |command, pairs| {
-        command.args(["__small", "--pattern", pattern]);
-        command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
-        ready.apply(command);
-        // With this setting, Pagemill serves the program from the first call on. Otherwise the C library would serve
-        // this program, because it makes few calls.
-        command.env("PAGEMILL_AFTER", "0");
-    })
 }

@@ -22,6 +22,13 @@ impl Named for &'static str {
     }
 }
 
+/// A subject's name, with what its samples need.
+impl<T> Named for (&'static str, T) {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+}
+
 impl<Subject: Named> Named for &Subject {
     fn name(&self) -> &'static str {
         (*self).name()

@@ -5,9 +5,7 @@ use std::time::Duration;
 use crate::child;
 use crate::chunks;
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, judge_value, report_rows, rotated, threads_text,
-};
+use crate::experiment::{CommonOptions, Metric, Study, threads_text};
 use crate::report::{Bound, Report};
 
 /// Subject: marks and unmarks a range with a handle.
@@ -63,15 +61,17 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
     common.check_only(&known)?;
     let mut report = Report::new("volatile", common.json);
-    let is_wanted = |name: &str| common.is_wanted(name);
     child::touch_beforehand(PURGED_MIB + 512)?;
-    let samples = measure_cases(common, is_wanted)?;
+    let mut study = Study::new(&mut report, |case| match *case {
+        PURGE_CASE => "purging".to_owned(),
+        (kib, threads) => format!("{kib} KiB, {}", threads_text(threads)),
+    });
+    let cases = SIZES_KIB.map(|size| THREAD_COUNTS.map(|threads| (size, threads))).concat();
+    measure_cases(common, &mut study, &cases)?;
     let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
     let toggle = Metric::lower(MARK_UNMARK_NS, "ns").against(FREE);
-    for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
-        let name = format!("{} KiB, {}", case.0, threads_text(case.1));
-        let subjects = METHODS.map(|(subject, _)| subject);
-        report_rows(&mut report, &samples, (&case, &name), &subjects, &table, &[(toggle, &name)]);
+    for case in &cases {
+        study.rows(case, &METHODS, &table, &[(toggle, &study.name(case))]);
     }
     let columns = [
         (Metric::higher(PURGE_RATE, "GB/s"), "huge pages of handles purged, GB/s"),
@@ -79,55 +79,43 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         (Metric::higher(STRICT_PURGE_RATE, "GB/s"), "marked strictly, GB/s"),
         (Metric::lower(UNMARK_WAIT, "us"), "unmark that meets a purge, 99.9 %, us"),
     ];
-    report_rows(&mut report, &samples, (&PURGE_CASE, "purging"), &[PURGING], "purging", &columns);
-    add_verdicts(&mut report, &samples);
-    chunks::run(common, is_wanted, &mut report)?;
+    study.rows(&PURGE_CASE, &[PURGING], "purging", &columns);
+    add_verdicts(&mut study);
+    chunks::run(common, &mut report)?;
     Ok(report)
 }
 
-fn measure_cases(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
+fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>, cases: &[Case]) -> Result<()> {
     let run_ms = common.quick_or_full((50, 300));
-    let ways: Vec<_> = METHODS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
-    let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREAD_COUNTS.len() * ways.len() + 1));
-    let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        for case in SIZES_KIB.iter().flat_map(|size| THREAD_COUNTS.map(|threads| (*size, threads))) {
-            for &(name, way) in rotated(&ways, round) {
-                progress.step(name);
-                let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
-                let outcome =
-                    child::run_plain(name, child::command_words(&["__toggle", "--way", way], &numbers), TIME_LIMIT)?;
-                samples.add_outcome(&case, name, &[MARK_UNMARK_NS, FAULTS], &outcome);
-            }
-        }
-        if is_wanted(PURGING) {
-            progress.step(PURGING);
-            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full((500, 3000)))];
-            let outcome = child::run_plain(PURGING, child::command_words(&["__purging"], &numbers), TIME_LIMIT)?;
-            let metrics = [PURGE_RATE, VRANGE_PURGE_RATE, STRICT_PURGE_RATE, UNMARK_WAIT];
-            samples.add_outcome(&PURGE_CASE, PURGING, &metrics, &outcome);
-        }
-    }
-    Ok(samples)
+    let methods = common.wanted(&METHODS);
+    study.measure_by_round((cases, common.rounds()), &methods, &[MARK_UNMARK_NS, FAULTS], |case, (name, way)| {
+        let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
+        child::run_plain(name, child::command_words(&["__toggle", "--way", way], &numbers), TIME_LIMIT)
+    })?;
+    let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full((500, 3000)))];
+    let metrics = [PURGE_RATE, VRANGE_PURGE_RATE, STRICT_PURGE_RATE, UNMARK_WAIT];
+    study.measure_by_round((&[PURGE_CASE], common.rounds()), &common.wanted(&[PURGING]), &metrics, |_, name| {
+        child::run_plain(name, child::command_words(&["__purging"], &numbers), TIME_LIMIT)
+    })
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
+fn add_verdicts(study: &mut Study<'_, Case>) {
+    let mut ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
         let (own, base) = ((&case, way, MARK_UNMARK_NS), (&base.1, base.0, MARK_UNMARK_NS));
-        judge_time_ratio(samples, target, Bound::AtLeast(least), own, base)
+        study.judge_time_ratio(target, Bound::AtLeast(least), own, base);
     };
     for size in SIZES_KIB {
         for (count, least) in [(1, 100.0), (2, 400.0)] {
             let target =
                 format!("mark + unmark of {size} KiB, {}, against {FREE} of {TARGET_KIB} KiB", threads_text(count));
-            report.add_verdict(ratio(&target, least, HANDLES, (size, count), (FREE, (TARGET_KIB, count))));
+            ratio(&target, least, HANDLES, (size, count), (FREE, (TARGET_KIB, count)));
         }
     }
     let target = "mark + unmark, 2 threads against 1, a thread";
-    report.add_verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
+    ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1)));
     for count in THREAD_COUNTS {
         let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads_text(count));
-        report.add_verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
+        ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count)));
     }
     for (target, bound, unit, key) in [
         ("faults of unpurged round trips", Bound::AtMost(0.0), "", (&(2048, 1), HANDLES, FAULTS)),
@@ -135,6 +123,6 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         ("purge of huge pages, strict", Bound::AtLeast(50.0), "GB/s", (&PURGE_CASE, PURGING, STRICT_PURGE_RATE)),
         ("unmark that meets a purge, 99.9 %", Bound::AtMost(1000.0), "us", (&PURGE_CASE, PURGING, UNMARK_WAIT)),
     ] {
-        report.add_verdict(judge_value(samples, target, (bound, unit), key));
+        study.judge_value(target, (bound, unit), key);
     }
 }

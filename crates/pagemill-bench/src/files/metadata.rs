@@ -6,7 +6,7 @@ use super::FileExperiment;
 use super::mount::{Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, judge_quotient, report_rows};
+use crate::experiment::{Metric, Study};
 use crate::report::{Bound, Report};
 
 /// Number of files that are created (quick, full).
@@ -78,23 +78,23 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         size_bytes: 2 << 30,
         metrics: &TARGETS.iter().map(|(metric, ..)| *metric).chain([CLOSE]).collect::<Vec<_>>(),
         arguments: &|case| case.arguments(),
-        name: &|case| case.name(),
         limit: Duration::from_secs(300),
     };
-    let samples = plan.measure(&mounter, &ready, &mut report)?;
+    let mut study = Study::new(&mut report, |case: &Case| case.name());
+    plan.measure(&mounter, &ready, &mut study)?;
     let columns = TARGETS.map(|(name, column, _)| (Metric::higher(name, "1/s").against(WITHIN_SIZE.name), column));
     let close = [(Metric::lower(CLOSE, "ns").against(WITHIN_SIZE.name), "ns")];
     for case in cases {
         let (name, plain) = (case.name(), WITHIN_SIZE.name);
         let table = format!("{name}, one thread: time of close, half the spread, times {plain}");
-        report_rows(&mut report, &samples, (&case, &name), &ready, &table, &close);
+        study.rows(&case, &ready, &table, &close);
         let table = format!("{name}, one thread: operations a second, half the spread, times {plain}");
-        report_rows(&mut report, &samples, (&case, &name), &ready, &table, &columns);
+        study.rows(&case, &ready, &table, &columns);
         for (metric, column, bound) in TARGETS {
             let target = format!("{name}: {column}, against {plain}");
             let bound = Bound::AtLeast(case.min_speed(metric, bound));
             let (own, base) = ((&case, PAGEMILL_MOUNT.name, metric), (&case, plain, metric));
-            report.add_verdict(judge_quotient(&samples, target, bound, own, base));
+            study.judge_quotient(target, bound, own, base);
         }
     }
     Ok(report)

@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, SampleTable, turns_by_case};
-use crate::report::Report;
+use crate::experiment::{CommonOptions, Study};
 use mount::{FileSystem, Mounted, Mounter};
 
 /// Command-line options of the experiments on files.
@@ -37,33 +36,37 @@ pub struct FileExperiment<'a, Case> {
     pub metrics: &'a [&'static str],
     /// Returns the workload's arguments for a case.
     pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
-    /// Returns the name of a case.
-    pub name: &'a dyn Fn(&Case) -> String,
     pub limit: Duration,
 }
 
 impl<Case: Ord + Clone> FileExperiment<'_, Case> {
-    /// Runs every case on every file system and returns the samples. File systems are measured in turn, and each sample
+    /// Runs every case on every file system. File systems are measured in turn, and each sample
     /// has a new mount.
     ///
     /// # Errors
     ///
     /// An error if a workload found wrong bytes, if the bench was interrupted, or if a tmpfs can no longer be mounted.
-    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
-        let mut samples = SampleTable::new();
-        for (case, &subject) in turns_by_case(self.cases, self.rounds, ready, self.name) {
-            let outcome = child::failed_if_gap(self.sample(case, subject, mounter, report))?;
-            samples.add_outcome(case, subject.name, self.metrics, &outcome);
-        }
-        Ok(samples)
+    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], study: &mut Study<'_, Case>) -> Result<()> {
+        let mut complaints = Vec::new();
+        study.measure_by_case((self.cases, self.rounds), ready, self.metrics, |case, &subject| {
+            child::failed_if_gap(self.sample(case, subject, mounter, &mut complaints))
+        })?;
+        complaints.into_iter().for_each(|gap| study.report.add_gap(gap));
+        Ok(())
     }
 
-    fn sample(&self, case: &Case, subject: FileSystem, mounter: &Mounter, report: &mut Report) -> Result<Outcome> {
+    fn sample(
+        &self,
+        case: &Case,
+        subject: FileSystem,
+        mounter: &Mounter,
+        complaints: &mut Vec<String>,
+    ) -> Result<Outcome> {
         let mounted = subject.is_mounted().then(|| mounter.mount(subject, self.size_bytes)).transpose()?;
         let place = mounted.as_ref().map_or(vec![CACHED.to_owned()], |mounted| place_arguments(mounted).to_vec());
         let line = (self.arguments)(case).into_iter().chain(place);
         let outcome = child::run_plain(subject.name, line, self.limit)?;
-        mounted.and_then(|mounted| mounted.unmount().complaint).into_iter().for_each(|gap| report.add_gap(gap));
+        complaints.extend(mounted.and_then(|mounted| mounted.unmount().complaint));
         Ok(outcome)
     }
 }

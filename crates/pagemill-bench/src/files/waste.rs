@@ -7,8 +7,9 @@ use super::FileExperiment;
 use super::mount::{ALWAYS, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, SampleTable, judge_quotient, not_measured, report_rows};
+use crate::experiment::{Metric, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, Verdict};
+use crate::stats::Better;
 
 /// Metric: MiB in use on the file system directly after the last file was closed.
 const USED_AT_ONCE: &str = "used_at_once";
@@ -85,17 +86,13 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         size_bytes: 8 << 30,
         metrics: &[USED_AT_ONCE, USED_AFTER_SECOND, HUGE_SHARE],
         arguments: &arguments,
-        name: &|kind| kind.name.to_owned(),
         limit: Duration::from_secs(120),
     };
-    let samples = plan.measure(&mounter, &ready, &mut report)?;
+    let mut study = Study::new(&mut report, |kind: &FileKind| kind.name.to_owned());
+    plan.measure(&mounter, &ready, &mut study)?;
     for kind in KINDS {
-        add_rows(&mut report, &samples, kind, &ready);
-        match kind.criterion {
-            Criterion::Not => {}
-            Criterion::BySize => report.add_verdict(size_verdict(&samples, kind)),
-            Criterion::ByHugePages => report.add_verdict(share_verdict(&samples, kind)),
-        }
+        add_rows(&mut study, kind, &ready);
+        verdict(&study.samples, kind).into_iter().for_each(|verdict| study.report.add_verdict(verdict));
     }
     Ok(report)
 }
@@ -105,7 +102,7 @@ fn arguments(kind: &FileKind) -> Vec<String> {
     child::command_words(&["__waste"], &numbers)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {
+fn add_rows(study: &mut Study<'_, FileKind>, kind: FileKind, ready: &[FileSystem]) {
     let mut columns = vec![
         (Metric::lower(USED_AT_ONCE, "MiB").against(NEVER.name), "used at once"),
         (Metric::lower(USED_AFTER_SECOND, "MiB").against(NEVER.name), "used after a second"),
@@ -114,19 +111,26 @@ fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind
         columns.push((Metric::lower(HUGE_SHARE, "share"), "mapped huge"));
     }
     let table = format!("{}: MiB, half the spread, times {}", kind.name, NEVER.name);
-    report_rows(report, samples, (&kind, kind.name), ready, &table, &columns);
+    study.rows(&kind, ready, &table, &columns);
 }
 
-fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
-    let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
-    let (own, base) = ((&kind, PAGEMILL_MOUNT.name, USED_AFTER_SECOND), (&kind, NEVER.name, USED_AFTER_SECOND));
-    judge_quotient(samples, target, Bound::AtMost(MAX_USED_RATIO), own, base)
-}
-
-fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
-    let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
-    let verdict = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
-    verdict.measured(samples.get((&kind, PAGEMILL_MOUNT.name, HUGE_SHARE)))
+/// Returns the verdict on files of one kind, if they have one.
+fn verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Option<Verdict> {
+    let get = |subject: FileSystem, metric| samples.get((&kind, subject.name, metric));
+    Some(match kind.criterion {
+        Criterion::Not => return None,
+        Criterion::BySize => {
+            let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
+            let blank = not_measured(target, Bound::AtMost(MAX_USED_RATIO), "x", "one side was not run");
+            let base = (NEVER.name, get(NEVER, USED_AFTER_SECOND));
+            blank.compared(get(PAGEMILL_MOUNT, USED_AFTER_SECOND), base, Better::Higher)
+        }
+        Criterion::ByHugePages => {
+            let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
+            let blank = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
+            blank.measured(get(PAGEMILL_MOUNT, HUGE_SHARE))
+        }
+    })
 }
 
 #[cfg(test)]
@@ -151,9 +155,9 @@ mod tests {
             samples.add_value(&small, PAGEMILL_MOUNT.name, USED_AFTER_SECOND, 10.0);
             samples.add_value(&large, PAGEMILL_MOUNT.name, HUGE_SHARE, 0.5);
         }
-        assert!(size_verdict(&samples, small).estimate.is_none());
+        assert!(verdict(&samples, small).is_some_and(|verdict| verdict.estimate.is_none()));
         samples.add_value(&small, NEVER.name, USED_AFTER_SECOND, 5.0);
-        assert_eq!(size_verdict(&samples, small).estimate.map(|estimate| estimate.value), Some(2.0));
-        assert_eq!(share_verdict(&samples, large).state(), crate::report::VerdictState::FallsShort);
+        assert_eq!(verdict(&samples, small).expect("it has one").estimate.map(|estimate| estimate.value), Some(2.0));
+        assert_eq!(verdict(&samples, large).expect("it has one").state(), crate::report::VerdictState::FallsShort);
     }
 }

@@ -11,7 +11,7 @@ use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL_SECONDS};
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, metric_names, not_measured, turns_by_case};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, metric_names, not_measured};
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL};
@@ -63,39 +63,35 @@ struct BenchProgram {
     seconds: Option<f64>,
 }
 
+const fn c_program(
+    name: &'static str,
+    sources: &'static [&'static str],
+    arguments: &'static [&'static str],
+) -> BenchProgram {
+    BenchProgram { name, compiler: "cc", sources, flags: &[], arguments, seconds: None }
+}
+
+const fn cpp_program(
+    name: &'static str,
+    sources: &'static [&'static str],
+    arguments: &'static [&'static str],
+) -> BenchProgram {
+    BenchProgram { compiler: "c++", flags: &["-std=c++17"], ..c_program(name, sources, arguments) }
+}
+
 const BENCH_PROGRAMS: &[BenchProgram] = &[
+    c_program("mstress", &["mstress/mstress.c"], &["N", "50", "25"]),
+    cpp_program("malloc-large", &["malloc-large/malloc-large.cpp"], &[]),
     BenchProgram {
-        name: "mstress",
-        compiler: "cc",
-        sources: &["mstress/mstress.c"],
-        flags: &[],
-        arguments: &["N", "50", "25"],
-        seconds: None,
-    },
-    BenchProgram {
-        name: "malloc-large",
-        compiler: "c++",
-        sources: &["malloc-large/malloc-large.cpp"],
-        flags: &["-std=c++17"],
-        arguments: &[],
-        seconds: None,
-    },
-    BenchProgram {
-        name: "larson",
-        compiler: "c++",
-        sources: &["larson/larson.cpp"],
         flags: &["-std=c++17", "-fsized-deallocation", "-DCPP=1", "-DSIZED=1"],
-        arguments: &["5", "8", "1000", "5000", "100", "4141", "N"],
         seconds: Some(5.0),
+        ..cpp_program("larson", &["larson/larson.cpp"], &["5", "8", "1000", "5000", "100", "4141", "N"])
     },
-    BenchProgram {
-        name: "rptest",
-        compiler: "cc",
-        sources: &["rptest/rptest.c", "rptest/thread.c", "rptest/timer.c"],
-        flags: &[],
-        arguments: &["N", "0", "1", "2", "500", "1000", "100", "8", "16000"],
-        seconds: None,
-    },
+    c_program(
+        "rptest",
+        &["rptest/rptest.c", "rptest/thread.c", "rptest/timer.c"],
+        &["N", "0", "1", "2", "500", "1000", "100", "8", "16000"],
+    ),
 ];
 
 const CHURN: &str = "churn";
@@ -145,18 +141,19 @@ struct Load {
 /// Measures the named loads, which fragment memory; adds rows and verdicts to the report.
 pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let mut samples = SampleTable::new();
+    let mut study = Study::new(report, |name: &&str| (*name).to_owned());
     for &name in names {
         let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
-        if let Some(load) = report.unless_gap(prepare(options, name, folder.path()))? {
-            measure_load(&load, common, ready, &mut samples)?;
+        if let Some(load) = study.report.unless_gap(prepare(options, name, folder.path()))? {
+            measure_load(&load, common, ready, &mut study)?;
         }
     }
     for &name in names {
-        add_rows(report, &samples, name, ready);
+        let table = format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}");
+        study.rows(&name, ready, &table, &COLUMNS);
     }
     for &name in names {
-        add_verdicts(report, &samples, name);
+        add_verdicts(study.report, &study.samples, name);
     }
     Ok(())
 }
@@ -269,10 +266,10 @@ fn measure_load(
     load: &Load,
     common: &CommonOptions,
     ready: &[AvailableSubject],
-    samples: &mut SampleTable<&'static str>,
+    study: &mut Study<'_, &'static str>,
 ) -> Result<()> {
     let mut answer = None;
-    for (name, subject) in turns_by_case(&[load.name], common.rounds(), ready, |name| (*name).to_owned()) {
+    study.measure_by_case((&[load.name], common.rounds()), ready, &metric_names(&COLUMNS), |name, subject| {
         let outcome = take_sample(load, subject)?;
         if let Outcome::Measured(line) = &outcome {
             let expected = answer.get_or_insert_with(|| line["answer"].clone());
@@ -281,9 +278,8 @@ fn measure_load(
                 return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
             }
         }
-        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
-    }
-    Ok(())
+        Ok(outcome)
+    })
 }
 
 fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
@@ -316,13 +312,6 @@ fn take_sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
         None => {}
     }
     Ok(Outcome::Measured(line))
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
-    let table = format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}");
-    for column in COLUMNS {
-        super::report_measured(report, samples, name, ready, &table, column, PROCESS_PEAK_MIB);
-    }
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {

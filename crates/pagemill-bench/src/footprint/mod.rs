@@ -13,8 +13,7 @@ use std::time::Duration;
 use crate::child::{self, FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::experiment::{
-    self, CommonOptions, Metric, Named, SampleTable, check_names, metric_names, not_measured, report_rows,
-    turns_by_case,
+    self, CommonOptions, Metric, Named, SampleTable, Study, check_names, metric_names, not_measured,
 };
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::{Better, mib};
@@ -116,16 +115,16 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     let (names, loads) = wanted_names(options)?;
     child::touch_beforehand(common.quick_or_full((256, 1024)))?;
-    let mut samples = SampleTable::new();
+    let mut study = Study::new(&mut report, |name: &&str| (*name).to_owned());
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
-            Some(program) => measure_program(program, &ready, common, &mut samples, &mut report)?,
-            None => measure_redis(&ready, common, &mut samples, &mut report)?,
+            Some(program) => measure_program(program, &ready, common, &mut study)?,
+            None => measure_redis(&ready, common, &mut study)?,
         }
     }
     for &name in &names {
-        add_rows(&mut report, &samples, name, &ready);
-        add_verdicts(&mut report, &samples, name);
+        add_rows(&mut study, name, &ready);
+        add_verdicts(study.report, &study.samples, name);
     }
     loads::run(options, &loads, &ready, &mut report)?;
     Ok(report)
@@ -150,30 +149,27 @@ fn measure_program(
     program: &Program,
     ready: &[AvailableSubject],
     common: &CommonOptions,
-    samples: &mut SampleTable<&'static str>,
-    report: &mut Report,
+    study: &mut Study<'_, &'static str>,
 ) -> Result<()> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
-    if report.unless_gap(program.prepare(folder.path()))?.is_none() {
+    if study.report.unless_gap(program.prepare(folder.path()))?.is_none() {
         return Ok(());
     }
     // One unmeasured run without a preload yields the expected output. It also fills the kernel's page cache.
     let reference = run_once(program, None, folder.path())?.0;
     if !reference.status.success() {
         let complaint = String::from_utf8_lossy(&reference.stderr).trim().to_owned();
-        report.add_gap(format!("{}: fails even without a preload: {complaint}", program.name));
+        study.report.add_gap(format!("{}: fails even without a preload: {complaint}", program.name));
         return Ok(());
     }
-    for (name, subject) in turns_by_case(&[program.name], common.rounds(), ready, |name| (*name).to_owned()) {
+    study.measure_by_case((&[program.name], common.rounds()), ready, &metric_names(&COLUMNS), |_, subject| {
         let (finished, sample) = run_once(program, Some(subject), folder.path())?;
         check_output(program, subject, &reference, &finished)?;
-        let outcome = match finished.status.success() {
-            true => sample.outcome(),
-            false => child::classify(subject.name(), &finished)?,
-        };
-        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
-    }
-    Ok(())
+        match finished.status.success() {
+            true => Ok(sample.outcome()),
+            false => child::classify(subject.name(), &finished),
+        }
+    })
 }
 
 fn run_once(program: &Program, ready: Option<&AvailableSubject>, folder: &Path) -> Result<(FinishedProcess, Sample)> {
@@ -213,48 +209,25 @@ fn check_output(
 fn measure_redis(
     ready: &[AvailableSubject],
     common: &CommonOptions,
-    samples: &mut SampleTable<&'static str>,
-    report: &mut Report,
+    study: &mut Study<'_, &'static str>,
 ) -> Result<()> {
     if let Some(gap) = redis::missing_programs() {
-        report.add_gap(gap);
+        study.report.add_gap(gap);
         return Ok(());
     }
     let folder = redis::make_folder()?;
-    for (name, subject) in turns_by_case(&[REDIS], common.rounds(), ready, |name| (*name).to_owned()) {
-        let sample = redis::run(subject, folder.path());
-        let outcome = child::failed_if_gap(sample.map(|sample| sample.outcome()))?;
-        samples.add_outcome(name, subject.name(), &metric_names(&COLUMNS), &outcome);
-    }
-    Ok(())
+    study.measure_by_case((&[REDIS], common.rounds()), ready, &metric_names(&COLUMNS), |_, subject| {
+        child::failed_if_gap(redis::run(subject, folder.path()).map(|sample| sample.outcome()))
+    })
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
+fn add_rows(study: &mut Study<'_, &'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let table = format!("{name}: memory of the whole tree, half the spread, times {BASELINE}");
     let requests_table = format!("{name}: requests a second");
     for (metric, column) in COLUMNS {
         let table = if metric.name == REQUESTS_PER_SECOND { &requests_table } else { &table };
-        report_measured(report, samples, name, ready, table, (metric.against(BASELINE), column), PEAK_MIB);
+        study.rows(&name, ready, table, &[(metric.against(BASELINE), column)]);
     }
-}
-
-/// Adds the rows of one metric to the report, except those of subjects without a value. Lost samples have a row only
-/// for the metric `first`.
-fn report_measured(
-    report: &mut Report,
-    samples: &SampleTable<&'static str>,
-    name: &'static str,
-    ready: &[AvailableSubject],
-    table: &str,
-    (metric, column): (Metric, &str),
-    first: &str,
-) {
-    let is_measured = |subject: &&AvailableSubject| {
-        let series = samples.get((&name, subject.name(), metric.name));
-        metric.name == first || series.is_some_and(|series| series.median().is_some())
-    };
-    let subjects: Vec<&AvailableSubject> = ready.iter().filter(is_measured).collect();
-    report_rows(report, samples, (&name, name), &subjects, table, &[(metric, column)]);
 }
 
 fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {

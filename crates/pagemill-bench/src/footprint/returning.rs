@@ -8,9 +8,7 @@ use pagemill_core::units::Bytes;
 use super::Options;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{
-    CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows,
-};
+use crate::experiment::{CommonOptions, Metric, Named, Progress, SampleTable, Study, not_measured};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::subject::{AvailableSubject, PAGEMILL};
@@ -35,8 +33,13 @@ const CPU_SHARE: &str = "cpu_share";
 /// Metric: growth of the resident memory, in MiB, since before the first allocation.
 const GROWTH_MIB: &str = "more_mib";
 
-/// Size of the allocations in bytes, and seconds since the last free.
-type Case = (u64, u64);
+/// Size of the allocations in bytes, and seconds since the last free; none for the whole run.
+type Case = (u64, Option<u64>);
+
+fn case_name((size, second): &Case) -> String {
+    let at = second.map(|second| format!(", after {second} s"));
+    format!("pieces of {}{}", Bytes(*size), at.unwrap_or_default())
+}
 
 /// Measures how much freed memory stays resident after each second; adds rows and verdicts to the report.
 ///
@@ -56,12 +59,13 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         given => given,
     };
     child::touch_beforehand(mib * ready.len() as u64)?;
-    let samples = measure_cases(common, ready, sizes, (mib, seconds))?;
+    let mut study = Study::new(report, case_name);
+    measure_cases(common, ready, sizes, (mib, seconds), &mut study.samples)?;
     for &size in sizes {
-        add_rows(report, &samples, (size, mib, seconds), ready);
+        add_rows(&mut study, (size, mib, seconds), ready);
     }
     for &size in sizes {
-        report.add_verdict(verdict(&samples, (size, seconds), mib));
+        study.report.add_verdict(verdict(&study.samples, (size, seconds), mib));
     }
     Ok(())
 }
@@ -73,9 +77,9 @@ fn measure_cases(
     ready: &[AvailableSubject],
     sizes: &[u64],
     (mib, seconds): (u64, u64),
-) -> Result<SampleTable<Case>> {
+    samples: &mut SampleTable<Case>,
+) -> Result<()> {
     let progress = Progress::new(sizes.len() * common.rounds());
-    let mut samples = SampleTable::new();
     for &size in sizes {
         for _ in 0..common.rounds() {
             progress.step(&format!("pieces of {}", Bytes(size)));
@@ -88,53 +92,45 @@ fn measure_cases(
             }
             for (subject, running) in running {
                 let finished = running.finish(Duration::from_secs(seconds + 120))?;
-                add_sample(&mut samples, size, seconds, subject.name(), child::classify(subject.name(), &finished)?);
+                add_sample(samples, size, seconds, subject.name(), child::classify(subject.name(), &finished)?);
             }
         }
     }
-    Ok(samples)
+    Ok(())
 }
 
 fn add_sample(samples: &mut SampleTable<Case>, size: u64, seconds: u64, name: &'static str, outcome: Outcome) {
     for second in 0..=seconds {
         let of_second = outcome.part(|line| serde_json::json!({ GROWTH_MIB: line[GROWTH_MIB][second as usize] }));
-        samples.add_outcome(&(size, second), name, &[GROWTH_MIB], &of_second);
+        samples.add_outcome(&(size, Some(second)), name, &[GROWTH_MIB], &of_second);
     }
-    samples.add_outcome(&(size, 0), name, &[FILLED_MIB, CPU_SHARE], &outcome);
+    samples.add_outcome(&(size, None), name, &[FILLED_MIB, CPU_SHARE], &outcome);
 }
 
-fn add_rows(
-    report: &mut Report,
-    samples: &SampleTable<Case>,
-    (size, mib, seconds): (u64, u64, u64),
-    ready: &[AvailableSubject],
-) {
+fn add_rows(study: &mut Study<'_, Case>, (size, mib, seconds): (u64, u64, u64), ready: &[AvailableSubject]) {
     let table = format!(
         "{mib} MiB in pieces of {} freed, then a fifth of a CPU used: MiB more than before, half the spread",
         Bytes(size)
     );
-    let name = format!("pieces of {}", Bytes(size));
     // The rows have no baseline: some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
-    let whole = (&(size, 0), name.as_str());
-    report_rows(report, samples, whole, ready, &table, &[(Metric::lower(FILLED_MIB, "MiB"), "filled")]);
+    let whole = (size, None);
+    study.rows(&whole, ready, &table, &[(Metric::lower(FILLED_MIB, "MiB"), "filled")]);
     for second in 0..=seconds {
-        let at = format!("after {second} s");
-        let (case, name) = ((size, second), format!("{name}, {at}"));
+        let (case, at) = ((size, Some(second)), format!("after {second} s"));
         let growth = Metric::lower(GROWTH_MIB, "MiB");
         // The JSON has a row for each second, and the table only for some of them.
         match second % 5 == 0 || second == 1 || second == seconds {
-            true => report_rows(report, samples, (&case, &name), ready, &table, &[(growth, &at)]),
-            false => report_json_rows(report, samples, (&case, &name), ready, &[growth]),
+            true => study.rows(&case, ready, &table, &[(growth, &at)]),
+            false => study.json_rows(&case, ready, &[growth]),
         }
     }
-    report_rows(report, samples, whole, ready, &table, &[(Metric::lower(CPU_SHARE, "share"), "CPU used")]);
+    study.rows(&whole, ready, &table, &[(Metric::lower(CPU_SHARE, "share"), "CPU used")]);
 }
 
-fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
-    let (size, seconds) = case;
+fn verdict(samples: &SampleTable<Case>, (size, seconds): (u64, u64), mib: u64) -> Verdict {
     let target = format!("{mib} MiB in pieces of {} freed, still held {seconds} s later", Bytes(size));
     let blank = not_measured(target, Bound::AtMost(MAX_LEFT_MIB), "MiB", "pagemill was not run");
-    blank.measured(samples.get((&case, PAGEMILL, GROWTH_MIB)))
+    blank.measured(samples.get((&(size, Some(seconds)), PAGEMILL, GROWTH_MIB)))
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! Two million objects, of which nine tenths are freed at random. The allocator then returns as much free memory as it
 //! can, and the resident memory of the process is measured.
 
-use super::storage_subjects::{self, MOVERS, StorageSubject};
+use super::storage_subjects::{self, MOVERS};
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Named, SampleTable, judge_value, not_measured, report_rows, turns_by_case};
+use crate::experiment::{Metric, Study, metric_names, not_measured};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
@@ -43,7 +43,21 @@ const COPY_NS: &str = "copy_ns";
 const TIMES_COPY: &str = "times_copy";
 
 const COMMON_METRICS: [&str; 5] = [HELD_RATIO, LEFT_MIB, LEFT_RATIO, HANDLES_MIB, RETURN_MS];
-const MOVER_METRICS: [&str; 4] = [MOVED_OBJECTS, MOVE_NS, COPY_NS, TIMES_COPY];
+/// The metrics, and their columns of the table.
+const COLUMNS: [(Metric, &str); 9] = [
+    (Metric::lower(HELD_RATIO, "x"), "held when asked, x of live"),
+    (Metric::lower(LEFT_MIB, "MiB").against(BASELINE), "left, MiB"),
+    (Metric::lower(LEFT_RATIO, "x"), "left, x of live, less handles"),
+    (Metric::lower(HANDLES_MIB, "MiB"), "of it handles, MiB"),
+    (Metric::lower(RETURN_MS, "ms"), "ms"),
+    (Metric::higher(MOVED_OBJECTS, "objects"), "moves"),
+    (Metric::lower(MOVE_NS, "ns"), "ns a move, all counted"),
+    (Metric::lower(COPY_NS, "ns"), "ns a copy"),
+    (Metric::lower(TIMES_COPY, "x"), "x of a copy"),
+];
+
+/// Number of objects, and their size in bytes.
+type Case = (u64, u64);
 
 /// Maximum of [`LEFT_RATIO`].
 const MAX_LEFT_RATIO: f64 = 1.10;
@@ -85,67 +99,49 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     prepare(options)?;
-    let samples = measure_cases(options, &subjects)?;
-    for size in SIZES {
-        add_rows(report, &samples, &subjects, (size, objects(options)));
+    let mut study = Study::new(report, |(objects, size): &Case| format!("{objects} objects of {size} B"));
+    let cases = SIZES.map(|size| (objects(options), size));
+    study.measure_by_case((&cases, options.common.rounds()), &subjects, &metric_names(&COLUMNS), |case, subject| {
+        let outcome = subject.sample("fragments", &[("--size", case.1), ("--objects", case.0)], None)?;
+        // An allocator reports no moves, so it has no cell for them.
+        Ok(match subject.can_move() {
+            true => outcome,
+            false => outcome.part(|line| COMMON_METRICS.iter().map(|name| (*name, line[*name].clone())).collect()),
+        })
+    })?;
+    for case in &cases {
+        let table = format!("{}, a random nine tenths freed", study.name(case));
+        study.rows(case, &subjects, &table, &COLUMNS);
     }
-    for size in SIZES {
-        add_verdicts(report, &samples, size, objects(options) < OBJECT_COUNT.1);
-    }
+    cases.iter().for_each(|case| add_verdicts(&mut study, case));
     Ok(())
 }
 
-fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
-    let mut samples = SampleTable::new();
-    for (size, subject) in
-        turns_by_case(&SIZES, options.common.rounds(), subjects, |size| format!("fragments of {size} B"))
-    {
-        let outcome = subject.sample("fragments", &[("--size", *size), ("--objects", objects(options))], None)?;
-        samples.add_outcome(size, subject.name(), &COMMON_METRICS, &outcome);
-        if subject.can_move() {
-            samples.add_outcome(size, subject.name(), &MOVER_METRICS, &outcome);
-        }
-    }
-    Ok(samples)
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[StorageSubject], (size, objects): (u64, u64)) {
-    let name = format!("{objects} objects of {size} B");
-    let table = format!("{name}, a random nine tenths freed");
-    let columns = [
-        (Metric::lower(HELD_RATIO, "x"), "held when asked, x of live"),
-        (Metric::lower(LEFT_MIB, "MiB").against(BASELINE), "left, MiB"),
-        (Metric::lower(LEFT_RATIO, "x"), "left, x of live, less handles"),
-        (Metric::lower(HANDLES_MIB, "MiB"), "of it handles, MiB"),
-        (Metric::lower(RETURN_MS, "ms"), "ms"),
-        (Metric::higher(MOVED_OBJECTS, "objects"), "moves"),
-        (Metric::lower(MOVE_NS, "ns"), "ns a move, all counted"),
-        (Metric::lower(COPY_NS, "ns"), "ns a copy"),
-        (Metric::lower(TIMES_COPY, "x"), "x of a copy"),
-    ];
-    report_rows(report, samples, (&size, &name), subjects, &table, &columns);
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_small: bool) {
+fn add_verdicts(study: &mut Study<'_, Case>, case: &Case) {
+    let ((objects, size), report, samples) = (*case, &mut *study.report, &study.samples);
     let mut add = |verdict: Verdict| {
         let note = "fewer objects than the target requires".to_owned();
+        let is_small = objects < OBJECT_COUNT.1;
         report.add_verdict(if is_small { Verdict { estimate: None, note, ..verdict } } else { verdict });
+    };
+    let judge_value = |target: String, most, subject, metric| {
+        not_measured(target, Bound::AtMost(most), "x", "it was not run").measured(samples.get((case, subject, metric)))
     };
     for subject in MOVERS {
         let beside = if subject == BY_HANDLE { ", beside 8 B a handle of the peak" } else { "" };
         let target = format!("fragments of {size} B, {subject}: left, of what is live{beside}");
-        add(judge_value(samples, target, (Bound::AtMost(MAX_LEFT_RATIO), "x"), (&size, subject, LEFT_RATIO)));
+        add(judge_value(target, MAX_LEFT_RATIO, subject, LEFT_RATIO));
     }
     for (subject, least) in MIN_PEER_RATIOS {
-        for peer in storage_subjects::peers().filter(|peer| samples.get((&size, peer, LEFT_MIB)).is_some()) {
+        for peer in storage_subjects::peers().filter(|peer| samples.get((case, peer, LEFT_MIB)).is_some()) {
             let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
             let blank = not_measured(target, Bound::AtLeast(least), "x", "it was not run");
-            let of = |subject| samples.get((&size, subject, LEFT_MIB));
+            let of = |subject| samples.get((case, subject, LEFT_MIB));
             add(blank.compared(of(subject), (peer, of(peer)), Better::Lower));
         }
     }
     for subject in MOVERS {
         let target = format!("moves of {size} B, {subject}: time of a copy");
-        add(judge_value(samples, target, (Bound::AtMost(MAX_TIMES_COPY), "x"), (&size, subject, TIMES_COPY)));
+        add(judge_value(target, MAX_TIMES_COPY, subject, TIMES_COPY));
     }
 }

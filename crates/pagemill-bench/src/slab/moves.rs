@@ -5,9 +5,7 @@ use std::time::Duration;
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Progress, SampleTable, not_measured, report_json_rows, report_rows, rotated,
-};
+use crate::experiment::{CommonOptions, Metric, SampleTable, Study, not_measured, rotated};
 use crate::report::{Bound, Report, Verdict};
 use crate::stats::Better;
 
@@ -32,8 +30,8 @@ const SAMPLE_MS: (u64, u64) = (200, 1000);
 /// 10 %.
 const ROUNDS: (usize, usize) = (3, 9);
 
-fn case_name(case: Case) -> &'static str {
-    if case { "defragmented meanwhile" } else { "left alone" }
+fn case_name(case: &Case) -> &'static str {
+    if *case { "defragmented meanwhile" } else { "left alone" }
 }
 
 /// Measures a reader and a writer with and without background defragmentation; adds rows and verdicts to the report.
@@ -42,44 +40,42 @@ fn case_name(case: Case) -> &'static str {
 ///
 /// [`crate::error::Error::WrongAnswer`] if an object, or a write to an object, was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let kinds: Vec<&'static str> = MOVING_CACHES.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
-    let samples = measure_cases(&options.common, &kinds)?;
+    let kinds = options.common.wanted(&MOVING_CACHES);
+    let mut study = Study::new(report, |case| case_name(case).to_owned());
+    measure_cases(&options.common, &mut study, &kinds)?;
     let rates = [Metric::higher(READS, "1/s"), Metric::higher(WRITES, "1/s")];
     let moves = [Metric::higher(MOVES, "1/s"), Metric::higher(MOVED_OBJECTS, "1")];
     let table =
         "a reader and a writer of 200,000 objects of 192 B, nine of ten of a group gone: a second, half the spread";
     for case in CASES {
-        let name = case_name(case);
+        let name = case_name(&case);
         let columns = ["reads", "writes", "moves", "moved in all"].map(|what| format!("{what}, {name}"));
         let columns: Vec<(Metric, &str)> =
             rates.into_iter().chain(moves).zip(columns.iter().map(String::as_str)).collect();
         let shown = if case { &columns[..] } else { &columns[..2] };
-        report_rows(report, &samples, (&case, name), &kinds, table, shown);
+        study.rows(&case, &kinds, table, shown);
         if !case {
-            report_json_rows(report, &samples, (&case, name), &kinds, &moves);
+            study.json_rows(&case, &kinds, &moves);
         }
     }
     for kind in kinds {
-        report.add_verdict(verdict(&samples, kind, READS));
-        report.add_verdict(verdict(&samples, kind, WRITES));
+        study.report.add_verdict(verdict(&study.samples, kind, READS));
+        study.report.add_verdict(verdict(&study.samples, kind, WRITES));
     }
     Ok(())
 }
 
-fn measure_cases(common: &CommonOptions, kinds: &[&'static str]) -> Result<SampleTable<Case>> {
-    let rounds = common.rounds_or(ROUNDS);
-    let progress = Progress::new(rounds * CASES.len() * kinds.len());
-    let mut samples = SampleTable::new();
-    for round in 0..rounds {
-        for kind in kinds {
-            for &case in rotated(&CASES, round) {
-                progress.step(&format!("{kind}, {}", case_name(case)));
-                let outcome = take_sample(kind, case, common.quick_or_full(SAMPLE_MS))?;
-                samples.add_outcome(&case, kind, &[READS, WRITES, MOVES, MOVED_OBJECTS], &outcome);
-            }
-        }
+/// Measures all rounds of each cache. In a round, the samples with and without moves follow each other, and take turns
+/// at being the first.
+fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>, kinds: &[&&'static str]) -> Result<()> {
+    let run_ms = common.quick_or_full(SAMPLE_MS);
+    for kind in kinds {
+        let rounds = 0..common.rounds_or(ROUNDS);
+        let order = rounds.flat_map(|round| rotated(&CASES, round).map(move |case| (case, round)));
+        let metrics = [READS, WRITES, MOVES, MOVED_OBJECTS];
+        study.measure(order, &[*kind], &metrics, |_, _, _| true, |case, kind, _| take_sample(kind, *case, run_ms))?;
     }
-    Ok(samples)
+    Ok(())
 }
 
 fn take_sample(kind: &str, case: Case, run_ms: u64) -> Result<Outcome> {

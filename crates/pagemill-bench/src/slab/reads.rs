@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::Options;
-use crate::child::{self, Outcome};
+use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, Progress, SampleTable, judge_time_ratio, report_rows};
+use crate::experiment::{Metric, Progress, Study};
 use crate::report::{Bound, Report};
 
 const HANDLE_READ: &str = "handle-read";
@@ -26,8 +26,8 @@ const CASES: [Case; 2] = [100, 100_000];
 /// Duration in milliseconds of a sample (quick, full).
 const SAMPLE_MS: (u64, u64) = (100, 500);
 
-fn case_name(case: Case) -> String {
-    let fits = if case == CASES[0] { "in L1" } else { "beyond L2" };
+fn case_name(case: &Case) -> String {
+    let fits = if *case == CASES[0] { "in L1" } else { "beyond L2" };
     format!("{case} values of 192 B, {fits}")
 }
 
@@ -39,47 +39,40 @@ fn case_name(case: Case) -> String {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * CASES.len());
-    let mut samples = SampleTable::new();
-    for _ in 0..common.rounds() {
-        for case in CASES {
-            progress.step(&format!("read, {}", case_name(case)));
-            let outcome = take_sample(case, common.quick_or_full(SAMPLE_MS))?;
-            for subject in SUBJECTS {
-                samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &outcome.part(|line| line[subject].clone()));
-            }
+    let mut study = Study::new(report, case_name);
+    for case in CASES.repeat(common.rounds()) {
+        progress.step(&format!("read, {}", case_name(&case)));
+        let numbers = [("--objects", case), ("--run-ms", common.quick_or_full(SAMPLE_MS))];
+        let line = child::command_words(&["__slab", "reads"], &numbers);
+        let outcome = child::run_plain(HANDLE_READ, line, Duration::from_secs(60))?;
+        for subject in SUBJECTS {
+            let own = outcome.part(|line| line[subject].clone());
+            study.samples.add_outcome(&case, subject, &[READ_NS, CHAIN_NS], &own);
         }
     }
     for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "each of where the one before said")] {
         let table =
             format!("ns to read the first word of a value at random, {how}, half the spread, times {POINTER_READ}");
         let metric = Metric::lower(metric, "ns").against(POINTER_READ);
-        for case in CASES {
-            let name = case_name(case);
-            report_rows(report, &samples, (&case, &name), &SUBJECTS, &table, &[(metric, &name)]);
+        for case in &CASES {
+            study.rows(case, &SUBJECTS, &table, &[(metric, &case_name(case))]);
         }
     }
-    add_verdicts(report, &samples);
-    Ok(())
-}
-
-fn take_sample(objects: u64, run_ms: u64) -> Result<Outcome> {
-    let line = child::command_words(&["__slab", "reads"], &[("--objects", objects), ("--run-ms", run_ms)]);
-    child::run_plain(HANDLE_READ, line, Duration::from_secs(60))
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for case in &CASES {
         for (metric, how) in [(READ_NS, "each by itself"), (CHAIN_NS, "one after the other")] {
-            let target = format!("read, {}, {how}: {HANDLE_READ}, time of {POINTER_READ}", case_name(*case));
+            let target = format!("read, {}, {how}: {HANDLE_READ}, time of {POINTER_READ}", case_name(case));
             let (own, base) = ((case, HANDLE_READ, metric), (case, POINTER_READ, metric));
-            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(2.0), own, base));
+            study.judge_time_ratio(target, Bound::AtMost(2.0), own, base);
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::child::Outcome;
+    use crate::experiment::SampleTable;
 
     /// A JSON line of the workload must yield the metrics of reads by handle and of reads by pointer. A failed run must
     /// count as a lost round of both.

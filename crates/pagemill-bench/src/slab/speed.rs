@@ -5,12 +5,10 @@ use std::time::Duration;
 
 use super::storage_subjects::StorageSubject;
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
-use crate::callgrind;
+use crate::callgrind::{self, INSTRUCTIONS};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{
-    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, threads_text, turns_by_case,
-};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, not_measured, rotated, threads_text};
 use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::Better;
 
@@ -48,8 +46,6 @@ const SAMPLE_MS: (u64, u64) = (20, 100);
 const NS_PER_OBJECT: &str = "ns";
 /// Metric: number of objects that all threads together allocate and free per second.
 const PAIRS_PER_SECOND: &str = "pairs_per_second";
-/// Metric: number of instructions to allocate and free an object.
-const INSTRUCTIONS: &str = "instructions_per_pair";
 
 /// Order of allocating and freeing (pattern), and object size.
 type PatternAndSize = (&'static str, usize);
@@ -92,9 +88,10 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     }
     child::touch_beforehand(4 * (MAX_LIVE_BYTES >> 20) as u64)?;
     let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
-    let samples = measure_cases(&subjects, sizes, common)?;
-    add_rows(report, &samples, &subjects, sizes);
-    add_verdicts(report, &samples);
+    let mut study = Study::new(report, case_name);
+    measure_cases(&subjects, sizes, common, &mut study)?;
+    add_rows(&mut study, &subjects, sizes);
+    add_verdicts(&mut study);
     if options.callgrind {
         count_instructions(report, &subjects, sizes)?;
     }
@@ -110,55 +107,56 @@ fn patterns_and_sizes(sizes: &[usize]) -> Vec<PatternAndSize> {
     PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size))).collect()
 }
 
-fn case_name((pattern, size, threads): Case) -> String {
-    format!("{pattern}, {size} B, {}", threads_text(threads))
+fn case_name((pattern, size, threads): &Case) -> String {
+    format!("{pattern}, {size} B, {}", threads_text(*threads))
 }
 
 /// Measures all cases. The run with two threads directly follows the run with one thread of the same subject, because
 /// the verdict on scaling compares these two.
-fn measure_cases(subjects: &[StorageSubject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let run_ms = common.quick_or_full(SAMPLE_MS);
-    let shapes = patterns_and_sizes(sizes);
-    let mut samples = SampleTable::new();
-    for (&(pattern, size), subject) in
-        turns_by_case(&shapes, common.rounds(), subjects, |(pattern, size)| format!("{pattern}, {size} B"))
-    {
-        for threads in THREAD_COUNTS {
-            let case = (pattern, size, threads);
-            let outcome = take_sample(subject, case, run_ms)?;
-            samples.add_outcome(&case, subject.name(), &[NS_PER_OBJECT, PAIRS_PER_SECOND], &outcome);
+fn measure_cases(
+    subjects: &[StorageSubject],
+    sizes: &[usize],
+    common: &CommonOptions,
+    study: &mut Study<'_, Case>,
+) -> Result<()> {
+    let (run_ms, metrics) = (common.quick_or_full(SAMPLE_MS), [NS_PER_OBJECT, PAIRS_PER_SECOND]);
+    for (pattern, size) in patterns_and_sizes(sizes) {
+        for round in 0..common.rounds() {
+            for subject in rotated(subjects, round) {
+                let cases = THREAD_COUNTS.map(|threads| (pattern, size, threads));
+                study.measure_by_round((&cases, 1), &[subject], &metrics, |case, subject| {
+                    take_sample(subject, *case, run_ms)
+                })?;
+            }
         }
     }
-    Ok(samples)
+    Ok(())
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[StorageSubject], sizes: &[usize]) {
+fn add_rows(study: &mut Study<'_, Case>, subjects: &[StorageSubject], sizes: &[usize]) {
     let what = "ns to take an object and give it back, as a thread sees it";
     let ns = Metric::lower(NS_PER_OBJECT, "ns").against(BASELINE);
     let rate = Metric::higher(PAIRS_PER_SECOND, "1/s").against(BASELINE);
     for (pattern, size) in patterns_and_sizes(sizes) {
         for threads in THREAD_COUNTS {
             let case = (pattern, size, threads);
-            let name = case_name(case);
             let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_text(threads));
-            report_rows(report, samples, (&case, &name), subjects, &table, &[(ns, &format!("{size} B"))]);
-            report_json_rows(report, samples, (&case, &name), subjects, &[rate]);
+            study.rows(&case, subjects, &table, &[(ns, &format!("{size} B"))]);
+            study.json_rows(&case, subjects, &[rate]);
         }
     }
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    for pattern in PATTERNS {
-        for name in JUDGED_CACHES {
-            report.add_verdict(judge_against_best(samples, name, (pattern, TARGET_SIZE, 1)));
-            report.add_verdict(judge_scaling(samples, name, (pattern, TARGET_SIZE)));
-        }
+fn add_verdicts(study: &mut Study<'_, Case>) {
+    for (pattern, name) in PATTERNS.into_iter().flat_map(|pattern| JUDGED_CACHES.map(|name| (pattern, name))) {
+        study.report.add_verdict(judge_against_best(&study.samples, name, (pattern, TARGET_SIZE, 1)));
+        study.report.add_verdict(judge_scaling(&study.samples, name, (pattern, TARGET_SIZE)));
     }
 }
 
 /// Compares the speed of a slab cache with that of the faster one of [`PEERS`], by the medians of this run.
 fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Case) -> Verdict {
-    let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
+    let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(&case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
     let of = |name: &'static str| {
         Some((name, samples.get((&case, name, NS_PER_OBJECT)).filter(|series| series.survived())?))
@@ -186,23 +184,17 @@ const VALGRIND_LIVE_OBJECTS: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[StorageSubject], sizes: &[usize]) -> Result<()> {
     let shapes = patterns_and_sizes(sizes);
-    let mut samples = SampleTable::new();
-    for (shape, subject) in
-        turns_by_case(&shapes, 1, subjects, |(pattern, size)| format!("instructions, {pattern}, {size} B"))
-    {
-        let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
+    let mut study = Study::new(report, |(pattern, size): &PatternAndSize| case_name(&(*pattern, *size, 1)));
+    study.measure_by_case((&shapes, 1), subjects, &[INSTRUCTIONS], |shape, subject| {
+        callgrind::count_instructions(subject.name(), |command, pairs| {
             add_arguments(subject, command, *shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
-        });
-        if let Some(count) = report.unless_gap(counted)? {
-            samples.add_value(shape, subject.name(), INSTRUCTIONS, count);
-        }
-    }
+        })
+    })?;
     let metric = Metric::lower(INSTRUCTIONS, "instructions").against(BASELINE);
     for shape in &shapes {
         let (pattern, size) = *shape;
         let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");
-        let name = case_name((pattern, size, 1));
-        report_rows(report, &samples, (shape, &name), subjects, &table, &[(metric, &format!("{size} B"))]);
+        study.rows(shape, subjects, &table, &[(metric, &format!("{size} B"))]);
     }
     Ok(())
 }

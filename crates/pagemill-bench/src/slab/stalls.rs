@@ -5,7 +5,7 @@ use super::Options;
 use super::fragments::{self, SIZES};
 use super::storage_subjects::{self, MOVERS, StorageSubject};
 use crate::error::Result;
-use crate::experiment::{Metric, Named, SampleTable, judge_value, report_rows, turns_by_case};
+use crate::experiment::{Metric, Study, not_measured};
 use crate::report::{Bound, Report, Verdict};
 
 const BASELINE: &str = "glibc";
@@ -38,8 +38,8 @@ const QUIET_MS: (u64, u64) = (100, 500);
 /// Size of the objects in bytes, and whether they are compacted in small steps, as the background thread does it.
 type Case = (u64, bool);
 
-fn case_name((size, steps): Case) -> String {
-    let how = if steps { "by steps in the background" } else { "all at once" };
+fn case_name((size, steps): &Case) -> String {
+    let how = if *steps { "by steps in the background" } else { "all at once" };
     format!("{size} B, {how}")
 }
 
@@ -56,44 +56,33 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     fragments::prepare(options)?;
-    let samples = measure_cases(options, &subjects)?;
+    let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALL_COUNT]).collect();
+    let (objects, quiet) = (fragments::objects(options), options.common.quick_or_full(QUIET_MS));
+    let cases = SIZES.map(|size| [(size, false), (size, true)]).concat();
+    let rounds = options.common.rounds();
+    let order = cases.iter().flat_map(|case| (0..rounds).map(move |round| (case, round)));
+    let runs = |case: &Case, subject: &StorageSubject, _| !case.1 || subject.can_move();
+    let mut study = Study::new(report, case_name);
+    study.measure(order, &subjects, &metrics, runs, |case, subject, _| {
+        let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
+        subject.sample("stalls", &numbers, case.1.then_some("--steps"))
+    })?;
     let time = |metric| match metric {
         P9999_US => Metric::lower(metric, "us").against(BASELINE),
         _ => Metric::lower(metric, "us"),
     };
     let mut columns = TIMES.map(|(metric, column)| (time(metric), column)).to_vec();
     columns.extend([(Metric::lower(RETURN_MS, "ms"), "ms"), (Metric::lower(CALL_COUNT, "calls"), "calls")]);
-    for case in cases() {
-        let name = case_name(case);
-        report_rows(report, &samples, (&case, &name), &subjects, &format!("microseconds of a call, {name}"), &columns);
+    for case in &cases {
+        study.rows(case, &subjects, &format!("microseconds of a call, {}", case_name(case)), &columns);
     }
-    for (case, subject) in cases().flat_map(|case| MOVERS.map(|subject| (case, subject))) {
+    for (case, subject) in cases.iter().flat_map(|case| MOVERS.map(|subject| (case, subject))) {
         let target = format!("stall, {}, {subject}: 99.99 % of the calls", case_name(case));
-        let bound = (Bound::AtMost(MAX_P9999_US), "us");
-        let verdict = judge_value(&samples, target, bound, (&case, subject, P9999_US));
-        let note = samples.get((&case, subject, "quiet_p9999_us")).and_then(|alone| alone.median());
+        let blank = not_measured(target, Bound::AtMost(MAX_P9999_US), "us", "it was not run");
+        let verdict = blank.measured(study.samples.get((case, subject, P9999_US)));
+        let note = study.samples.get((case, subject, "quiet_p9999_us")).and_then(|alone| alone.median());
         let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
-        report.add_verdict(Verdict { note, ..verdict });
+        study.report.add_verdict(Verdict { note, ..verdict });
     }
     Ok(())
-}
-
-fn cases() -> impl Iterator<Item = Case> {
-    SIZES.into_iter().flat_map(|size| [(size, false), (size, true)])
-}
-
-fn measure_cases(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<Case>> {
-    let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([RETURN_MS, CALL_COUNT]).collect();
-    let quiet = options.common.quick_or_full(QUIET_MS);
-    let mut samples = SampleTable::new();
-    for case in cases() {
-        let is_needed = |subject: &&StorageSubject| !case.1 || subject.can_move();
-        let subjects: Vec<&StorageSubject> = subjects.iter().filter(is_needed).collect();
-        for (_, subject) in turns_by_case(&[case], options.common.rounds(), &subjects, |case| case_name(*case)) {
-            let numbers = [("--size", case.0), ("--objects", fragments::objects(options)), ("--quiet-ms", quiet)];
-            let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
-            samples.add_outcome(&case, subject.name(), &metrics, &outcome);
-        }
-    }
-    Ok(samples)
 }

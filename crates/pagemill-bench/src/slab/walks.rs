@@ -7,7 +7,7 @@ use super::Options;
 use super::storage_subjects::TIME_LIMIT;
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, judge_time_ratio, not_measured, report_rows};
+use crate::experiment::{CommonOptions, Metric, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report};
 
 /// Subject: walks while no objects are moved.
@@ -73,52 +73,44 @@ impl Case {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     child::touch_beforehand(1024)?;
-    let samples = measure_cases(common)?;
+    let mut study = Study::new(report, |case: &Case| case.name().to_owned());
+    measure_cases(common, &mut study)?;
     for case in Case::ALL {
         let ns = Metric::lower(NS_PER_ENTRY, "ns").against(case.sides()[1]);
         let columns = [(ns, "ns"), (Metric::lower(MOVED_OBJECTS, "objects"), "moves")];
         let table = format!("walks, nanoseconds an entry: {}", case.name());
-        report_rows(report, &samples, (&case, case.name()), &case.sides(), &table, &columns);
-        verdict(report, &samples, case);
+        study.rows(&case, &case.sides(), &table, &columns);
+        judge(&mut study, case);
     }
     Ok(())
 }
 
 /// Adds the verdict on a case. If no object was moved, the verdict has no estimate.
-fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
+fn judge(study: &mut Study<'_, Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
     let bound = Bound::AtLeast(MIN_SPEED);
-    let moved = samples.get((&case, own, MOVED_OBJECTS)).and_then(|series| series.median());
-    report.add_verdict(match moved {
-        Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
-        _ => judge_time_ratio(samples, target, bound, (&case, own, NS_PER_ENTRY), (&case, base, NS_PER_ENTRY)),
-    });
+    let moved = study.samples.get((&case, own, MOVED_OBJECTS)).and_then(|series| series.median());
+    match moved {
+        Some(0.0) => study.report.add_verdict(not_measured(target, bound, "x", "nothing was moved")),
+        _ => study.judge_time_ratio(target, bound, (&case, own, NS_PER_ENTRY), (&case, base, NS_PER_ENTRY)),
+    }
 }
 
-fn measure_cases(common: &CommonOptions) -> Result<SampleTable<Case>> {
-    let is_wanted = |case: &Case| case.sides().into_iter().any(|side| common.is_wanted(side));
-    let cases: Vec<Case> = Case::ALL.into_iter().filter(is_wanted).collect();
-    let progress = Progress::new(common.rounds() * cases.len());
-    let mut samples = SampleTable::new();
-    for case in cases {
-        for round in 0..common.rounds() {
-            progress.step(&format!("walks, {}", case.name()));
-            if case == Case::Packed {
-                sample_packed(common, &mut samples)?;
-                continue;
-            }
-            // The two subjects take turns at running first.
-            for index in 0..2 {
-                let subject = case.sides()[(index + round) % 2];
-                if common.is_wanted(subject) {
-                    let outcome = take_sample(common, case, subject)?;
-                    samples.add_outcome(&case, subject, &[NS_PER_ENTRY, MOVED_OBJECTS], &outcome);
-                }
-            }
+fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>) -> Result<()> {
+    let (rounds, metrics) = (common.rounds(), [NS_PER_ENTRY, MOVED_OBJECTS]);
+    for case in Case::ALL.into_iter().filter(|case| *case != Case::Packed) {
+        let sides = case.sides();
+        study.measure_by_case((&[case], rounds), &common.wanted(&sides), &metrics, |case, subject| {
+            take_sample(common, *case, subject)
+        })?;
+    }
+    if Case::Packed.sides().into_iter().any(|side| common.is_wanted(side)) {
+        for _ in 0..rounds {
+            sample_packed(common, &mut study.samples)?;
         }
     }
-    Ok(samples)
+    Ok(())
 }
 
 fn take_sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {

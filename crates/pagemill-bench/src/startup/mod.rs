@@ -3,13 +3,15 @@
 
 mod trees;
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::child;
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Named, Progress, SampleTable, not_measured, report_rows};
+use crate::experiment::{CommonOptions, Metric, Named, Progress, SampleTable, Study, not_measured};
+use crate::native;
 use crate::report::{Bound, Report, Verdict};
 use crate::stats;
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
@@ -41,14 +43,26 @@ pub fn run(options: &Options) -> Result<Report> {
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
     let mut report = Report::new("startup", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
-    let samples = measure_cases(&ready, common)?;
-    let names: Vec<&str> = subject_names(&ready).collect();
+    let mut study = Study::new(&mut report, |case: &&str| (*case).to_owned());
+    let program = true_program()?;
+    let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
+    let subjects: Vec<(&str, Option<&AvailableSubject>)> =
+        [(BASELINE, None)].into_iter().chain(preloaded.map(|ready| (ready.name(), Some(ready)))).collect();
+    let counts = (common.rounds(), common.quick_or_full(RUNS_PER_SAMPLE));
+    measure_added(&mut study.samples, CASE, &subjects, counts, [WALL_MS, ADDED_MS], stats::median, |(name, ready)| {
+        let mut command = Command::new(program);
+        match ready {
+            Some(ready) => ready.apply(&mut command),
+            None => subject::clear_foreign_settings(&mut command),
+        }
+        Ok(run_briefly(name, &mut command)?.0.as_secs_f64() * 1e3)
+    })?;
     let columns =
         [(Metric::lower(WALL_MS, "ms").against(BASELINE), "ms"), (Metric::lower(ADDED_MS, "ms"), "ms more than none")];
     let table = "`true`: ms from start to end, half the spread, times none";
-    report_rows(&mut report, &samples, (&CASE, CASE), &names, table, &columns);
+    study.rows(&CASE, &subjects, table, &columns);
     let verdict = not_measured("start of `true`, more than without", Bound::AtMost(1.0), "ms", "");
-    report.add_verdict(match samples.get((&CASE, PAGEMILL, ADDED_MS)) {
+    study.report.add_verdict(match study.samples.get((&CASE, PAGEMILL, ADDED_MS)) {
         Some(series) => {
             Verdict { estimate: stats::estimate_median(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
         }
@@ -60,38 +74,35 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Returns the names of the baseline and of all preloaded subjects.
-fn subject_names(ready: &[AvailableSubject]) -> impl Iterator<Item = &'static str> {
-    let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
-    [BASELINE].into_iter().chain(preloaded.map(Named::name))
-}
-
-fn measure_cases(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<&'static str>> {
-    let program = true_program()?;
-    let preloaded: Vec<&AvailableSubject> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
-    let runs = common.quick_or_full(RUNS_PER_SAMPLE);
-    let progress = Progress::new(common.rounds() * runs);
-    let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        let mut times = vec![Vec::with_capacity(runs); preloaded.len() + 1];
-        for run in 0..runs {
-            progress.step(program);
-            child::check_interrupt()?;
-            for index in 0..times.len() {
-                let index = (index + run + round) % times.len();
-                let subject = index.checked_sub(1).map(|index| preloaded[index]);
-                times[index].push(run_for_wall_ms(program, subject)?);
+/// In each round, runs every subject `runs` times, in turn. Adds to the samples of the case what `summarize` makes of a
+/// subject's runs, and by how much that exceeds what it makes of the first subject's.
+fn measure_added<Subject: Named>(
+    samples: &mut SampleTable<&'static str>,
+    case: &'static str,
+    subjects: &[Subject],
+    (rounds, runs): (usize, usize),
+    [metric, added]: [&'static str; 2],
+    summarize: fn(&[f64]) -> Option<f64>,
+    run: impl Fn(&Subject) -> Result<f64>,
+) -> Result<()> {
+    let progress = Progress::new(rounds * runs);
+    for round in 0..rounds {
+        let mut times = vec![Vec::with_capacity(runs); subjects.len()];
+        for turn in 0..runs {
+            progress.step(case);
+            for index in (0..subjects.len()).map(|index| (index + turn + round) % subjects.len()) {
+                times[index].push(run(&subjects[index])?);
             }
         }
-        let medians: Vec<f64> = times.iter().filter_map(|times| stats::median(times)).collect();
-        for (name, &median) in subject_names(ready).zip(&medians) {
-            samples.add_value(&CASE, name, WALL_MS, median);
-            if name != BASELINE {
-                samples.add_value(&CASE, name, ADDED_MS, median - medians[0]);
+        let of_round: Vec<f64> = times.iter().filter_map(|times| summarize(times)).collect();
+        for (index, (subject, own)) in subjects.iter().zip(&of_round).enumerate() {
+            samples.add_value(&case, subject.name(), metric, *own);
+            if index > 0 {
+                samples.add_value(&case, subject.name(), added, own - of_round[0]);
             }
         }
     }
-    Ok(samples)
+    Ok(())
 }
 
 fn true_program() -> Result<&'static str> {
@@ -100,24 +111,18 @@ fn true_program() -> Result<&'static str> {
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Runs the program once and returns its duration in milliseconds. The program takes only a moment, so it needs no
-/// process group and no timeout.
-fn run_for_wall_ms(program: &str, ready: Option<&AvailableSubject>) -> Result<f64> {
-    let mut command = Command::new(program);
-    match ready {
-        Some(ready) => ready.apply(&mut command),
-        None => subject::clear_foreign_settings(&mut command),
-    }
+/// Runs a command that must succeed. Returns its duration, and its CPU time including that of all descendants that were
+/// waited for. The command takes only a moment, so it needs no process group and no timeout.
+fn run_briefly(subject: &str, command: &mut Command) -> Result<(Duration, Duration)> {
+    child::check_interrupt()?;
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let program = command.get_program().to_string_lossy().into_owned();
     let begun = Instant::now();
-    let mut running = command.spawn().map_err(doing(format!("starting {program}")))?;
-    let status = running.wait().map_err(doing(format!("waiting for {program}")))?;
-    let took = begun.elapsed();
+    let running = command.spawn().map_err(doing(format!("starting {program}")))?;
+    let (status, cpu) = native::reap(running.id()).map_err(doing(format!("waiting for {program}")))?;
+    let (wall, status) = (begun.elapsed(), ExitStatus::from_raw(status));
     match status.success() {
-        true => Ok(took.as_secs_f64() * 1e3),
-        false => {
-            let name = ready.map_or(BASELINE, Named::name);
-            Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") })
-        }
+        true => Ok((wall, cpu)),
+        false => Err(Error::WrongAnswer { subject: subject.to_owned(), what: format!("`true` ended with {status}") }),
     }
 }

@@ -2,19 +2,16 @@
 //! script.
 
 use std::fs;
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use super::{Options, true_program};
-use crate::child::{self, FinishedProcess, RunningGroup};
+use crate::child::{FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_json_rows, report_rows};
+use crate::experiment::{Metric, Study};
 use crate::footprint::is_installed;
-use crate::native;
 use crate::report::{Bound, Report};
-use crate::stats::Better;
 use crate::subject::{self, PAGEMILL};
 
 /// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
@@ -73,20 +70,20 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
         report.add_gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
         return Ok(());
     };
-    let mut samples = SampleTable::new();
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
-    if let Some(spawner) = report.unless_gap(compile_spawner(folder.path()))? {
-        measure_true(options, &pagemill, &spawner, &mut samples)?;
+    if let Some(spawner) = study.report.unless_gap(compile_spawner(folder.path()))? {
+        measure_true(options, &pagemill, &spawner, &mut study)?;
     }
-    measure_short_programs(options, &pagemill, &mut samples)?;
+    measure_short_programs(options, &pagemill, &mut study)?;
     match &options.configure {
-        Some(source) => measure_configure(options, &pagemill, source, &mut samples)?,
-        None => report.add_gap(
+        Some(source) => measure_configure(options, &pagemill, source, &mut study)?,
+        None => study.report.add_gap(
             "startup, configure: --configure DIR names no folder with a configure script, such as the source of GNU hello",
         ),
     }
-    add_rows(report, &samples);
-    add_verdicts(report, &samples, options);
+    add_rows(&mut study);
+    add_verdicts(&mut study, options);
     Ok(())
 }
 
@@ -111,59 +108,33 @@ fn compile_spawner(folder: &Path) -> Result<PathBuf> {
     }
 }
 
-fn measure_true(
-    options: &Options,
-    pagemill: &Path,
-    spawner: &Path,
-    samples: &mut SampleTable<&'static str>,
-) -> Result<()> {
-    let (common, program) = (&options.common, true_program()?);
-    let starts = common.quick_or_full(START_COUNT);
+fn measure_true(options: &Options, pagemill: &Path, spawner: &Path, study: &mut Study<'_, &'static str>) -> Result<()> {
+    let (common, program) = (&options.common, Path::new(true_program()?));
     let launchers: [(&'static str, Vec<&Path>); 3] =
         [(PLAIN, vec![]), (SPAWNER, vec![spawner]), (PAGEMILL, vec![pagemill, Path::new("run"), Path::new("--")])];
-    let progress = Progress::new(common.rounds() * starts);
-    for round in 0..common.rounds() {
-        let mut cpu = [Duration::ZERO; 3];
-        for start in 0..starts {
-            progress.step(RUN_TRUE);
-            for index in 0..launchers.len() {
-                let index = (index + start + round) % launchers.len();
-                let (name, words) = &launchers[index];
-                let mut words = words.iter().copied().chain([Path::new(program)]);
-                cpu[index] += words.next().map_or(Ok(Duration::ZERO), |first| run_for_cpu_time(name, first, words))?;
-            }
-        }
-        let each = cpu.map(|cpu| cpu.as_secs_f64() * 1e3 / starts as f64);
-        for ((name, _), own) in launchers.iter().zip(each) {
-            samples.add_value(&RUN_TRUE, name, CPU_MS, own);
-            if *name != PLAIN {
-                samples.add_value(&RUN_TRUE, name, ADDED_CPU_MS, own - each[0]);
-            }
-        }
-    }
-    Ok(())
+    let counts = (common.rounds(), common.quick_or_full(START_COUNT));
+    let mean = |times: &[f64]| Some(times.iter().sum::<f64>() / times.len() as f64);
+    super::measure_added(
+        &mut study.samples,
+        RUN_TRUE,
+        &launchers,
+        counts,
+        [CPU_MS, ADDED_CPU_MS],
+        mean,
+        |(name, launcher)| {
+            let words = [&launcher[..], &[program]].concat();
+            let mut command = Command::new(words[0]);
+            command.args(&words[1..]);
+            subject::clear_foreign_settings(&mut command);
+            Ok(super::run_briefly(name, &mut command)?.1.as_secs_f64() * 1e3)
+        },
+    )
 }
 
-/// Runs a command that must succeed. Returns its CPU time, including that of all descendants that were waited for. The
-/// command takes only a moment, so it needs no process group and no timeout.
-fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
-    child::check_interrupt()?;
-    let mut command = Command::new(first);
-    command.args(rest).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    subject::clear_foreign_settings(&mut command);
-    let running = command.spawn().map_err(doing(format!("starting {}", first.display())))?;
-    let (status, cpu) = native::reap(running.id()).map_err(doing("waiting for a program"))?;
-    let status = ExitStatus::from_raw(status);
-    match status.success() {
-        true => Ok(cpu),
-        false => Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") }),
-    }
-}
-
-fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut SampleTable<&'static str>) -> Result<()> {
+fn measure_short_programs(options: &Options, pagemill: &Path, study: &mut Study<'_, &'static str>) -> Result<()> {
     let (count, program) = (options.common.quick_or_full(SHORT_PROGRAM_COUNT), true_program()?);
     let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
-    measure_with_and_without(options, SHORT_PROGRAMS, pagemill, samples, || {
+    measure_with_and_without(options, SHORT_PROGRAMS, pagemill, study, || {
         let mut command = Command::new("sh");
         command.args(["-c", &script]);
         Ok((command, None))
@@ -175,11 +146,11 @@ fn measure_configure(
     options: &Options,
     pagemill: &Path,
     source: &Path,
-    samples: &mut SampleTable<&'static str>,
+    study: &mut Study<'_, &'static str>,
 ) -> Result<()> {
     let script = source.join("configure");
     let script = script.canonicalize().map_err(doing(format!("looking for {}", script.display())))?;
-    measure_with_and_without(options, CONFIGURE, pagemill, samples, || {
+    measure_with_and_without(options, CONFIGURE, pagemill, study, || {
         let folder = tempfile::tempdir().map_err(doing("making a folder for configure"))?;
         let mut command = Command::new(&script);
         command.current_dir(folder.path()).env("CONFIG_SITE", "/dev/null");
@@ -193,29 +164,21 @@ fn measure_with_and_without(
     options: &Options,
     case: &'static str,
     pagemill: &Path,
-    samples: &mut SampleTable<&'static str>,
+    study: &mut Study<'_, &'static str>,
     make: impl Fn() -> Result<(Command, Option<tempfile::TempDir>)>,
 ) -> Result<()> {
-    let common = &options.common;
-    let progress = Progress::new(common.rounds() * 2);
     // One unmeasured run yields the expected output. It also fills the kernel's page cache.
     let reference = run_once(make()?, None)?;
-    for round in 0..common.rounds() {
-        for index in 0..2 {
-            progress.step(case);
-            let is_own = (index + round) % 2 == 1;
-            let name = if is_own { PAGEMILL } else { PLAIN };
-            let finished = run_once(make()?, is_own.then_some(pagemill))?;
-            if !finished.status.success() || finished.stdout != reference.stdout {
-                let complaint = String::from_utf8_lossy(&finished.stderr).trim().to_owned();
-                let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
-                return Err(Error::WrongAnswer { subject: name.to_owned(), what });
-            }
-            samples.add_value(&case, name, CPU_MS, finished.cpu.as_secs_f64() * 1e3);
-            samples.add_value(&case, name, WALL_MS, finished.wall.as_secs_f64() * 1e3);
+    study.measure_by_round((&[case], options.common.rounds()), &[PLAIN, PAGEMILL], &[CPU_MS, WALL_MS], |case, name| {
+        let finished = run_once(make()?, (*name == PAGEMILL).then_some(pagemill))?;
+        if !finished.status.success() || finished.stdout != reference.stdout {
+            let complaint = String::from_utf8_lossy(&finished.stderr).trim().to_owned();
+            let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
+            return Err(Error::WrongAnswer { subject: (*name).to_owned(), what });
         }
-    }
-    Ok(())
+        let [cpu_ms, wall_ms] = [finished.cpu, finished.wall].map(|time| time.as_secs_f64() * 1e3);
+        Ok(Outcome::Measured(serde_json::json!({ CPU_MS: cpu_ms, WALL_MS: wall_ms })))
+    })
 }
 
 fn run_once(
@@ -238,7 +201,7 @@ fn run_once(
     RunningGroup::start(&mut whole)?.finish(Duration::from_secs(300))
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
+fn add_rows(study: &mut Study<'_, &'static str>) {
     let table = "`pagemill run`: CPU of the whole tree, half the spread, times none";
     for case in [RUN_TRUE, SHORT_PROGRAMS, CONFIGURE] {
         let subjects = [PLAIN, SPAWNER, PAGEMILL];
@@ -246,34 +209,22 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
             (Metric::lower(CPU_MS, "ms").against(PLAIN), &*format!("{case}, ms")),
             (Metric::lower(ADDED_CPU_MS, "ms").against(SPAWNER), &*format!("{case}, ms added")),
         ];
-        report_rows(report, samples, (&case, case), &subjects, table, &columns);
-        let wall = Metric::lower(WALL_MS, "ms").against(PLAIN);
-        report_json_rows(report, samples, (&case, case), &subjects, &[wall]);
+        study.rows(&case, &subjects, table, &columns);
+        study.json_rows(&case, &subjects, &[Metric::lower(WALL_MS, "ms").against(PLAIN)]);
     }
 }
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, options: &Options) {
+fn add_verdicts(study: &mut Study<'_, &'static str>, options: &Options) {
     let count = options.common.quick_or_full(SHORT_PROGRAM_COUNT);
+    let added = "CPU that `pagemill run true` adds, against a minimal spawner";
+    let programs = format!("CPU of {count} short programs in a run, against none");
+    let configure = "CPU of a configure script in a run, against none";
     for (case, metric, baseline, most, target) in [
-        (
-            RUN_TRUE,
-            ADDED_CPU_MS,
-            SPAWNER,
-            MAX_ADDED_RATIO,
-            "CPU that `pagemill run true` adds, against a minimal spawner".to_owned(),
-        ),
-        (
-            SHORT_PROGRAMS,
-            CPU_MS,
-            PLAIN,
-            MAX_PROGRAMS_RATIO,
-            format!("CPU of {count} short programs in a run, against none"),
-        ),
-        (CONFIGURE, CPU_MS, PLAIN, MAX_CONFIGURE_RATIO, "CPU of a configure script in a run, against none".to_owned()),
+        (RUN_TRUE, ADDED_CPU_MS, SPAWNER, MAX_ADDED_RATIO, added),
+        (SHORT_PROGRAMS, CPU_MS, PLAIN, MAX_PROGRAMS_RATIO, &programs),
+        (CONFIGURE, CPU_MS, PLAIN, MAX_CONFIGURE_RATIO, configure),
     ] {
-        let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
-        // The ratio is own time divided by baseline time, so a larger ratio is worse here.
-        let base = (baseline, samples.get((&case, baseline, metric)));
-        report.add_verdict(blank.compared(samples.get((&case, PAGEMILL, metric)), base, Better::Higher));
+        let (own, base) = ((&case, PAGEMILL, metric), (&case, baseline, metric));
+        study.judge_quotient(target, Bound::AtMost(most), own, base);
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::target::Target;
 use super::{CPU, IOS, MIB, P50, P99, P999};
 use crate::child::{Outcome, RunningGroup};
 use crate::error::{Error, Result};
@@ -127,7 +128,12 @@ fn missing_reason() -> Option<String> {
     }
 }
 
-impl Job<'_> {
+impl<'a> Job<'a> {
+    /// Makes a job with transfers of `io_bytes` bytes on a file, of which `depth` are in flight.
+    pub fn new(target: &'a Target, engine: Engine, (io_bytes, depth): (u64, u64), task: Task<'a>) -> Self {
+        Self { engine, path: target.path(), len_bytes: target.len_bytes, io_bytes, depth, task }
+    }
+
     fn is_write(&self) -> bool {
         match self.task {
             Task::Timed { is_write, .. } | Task::Pass { is_write, .. } => is_write,

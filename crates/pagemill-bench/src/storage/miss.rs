@@ -8,9 +8,7 @@ use super::target::Target;
 use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result};
-use crate::experiment::{
-    CommonOptions, Metric, Named, SampleTable, judge_quotient, judge_value, report_rows, turns_by_round,
-};
+use crate::experiment::{CommonOptions, Metric, Named, Study, metric_names};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report};
 
@@ -80,17 +78,6 @@ impl Named for Subject {
     }
 }
 
-impl Subject {
-    fn metrics(&self) -> &'static [&'static str] {
-        match self.work {
-            Work::Threads { .. } | Work::Queue { .. } | Work::Futures => &[IOS, CPU, P50, P99, P999, READS, HIT_RATIO],
-            Work::Ring | Work::Fio(..) => &[IOS, CPU, P50, P99, P999],
-            Work::Hits { is_plain: false } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES, COPIES_MISSED],
-            Work::Hits { is_plain: true } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES],
-        }
-    }
-}
-
 const fn subject(name: &'static str, baseline: Option<&'static str>, work: Work) -> Subject {
     Subject { name, baseline, work }
 }
@@ -128,8 +115,27 @@ pub struct Options {
     pub cache_mib: Option<u64>,
 }
 
-/// This experiment has only one case.
-type Case = ();
+type Case = &'static str;
+const READS_CASE: Case = "4 KiB random";
+
+/// The metrics of reads, and their columns of the table.
+const READ_COLUMNS: [(Metric, &str); 7] = [
+    (Metric::higher(IOS, "1/s"), "from the device /s"),
+    (Metric::lower(CPU, "us"), "processor, us"),
+    (Metric::lower(P50, "us"), "p50, us"),
+    (Metric::lower(P99, "us"), "p99, us"),
+    (Metric::lower(P999, "us"), "p99.9, us"),
+    (Metric::higher(READS, "1/s"), "with hits /s"),
+    (Metric::higher(HIT_RATIO, "1"), "hits"),
+];
+/// The metrics of copies of resident pages, and their columns of the table.
+const HIT_COLUMNS: [(Metric, &str); 5] = [
+    (Metric::higher(COPIES_ALONE, "1/s"), "alone /s"),
+    (Metric::higher(COPIES_WITH_MISSES, "1/s"), "beside misses /s"),
+    (Metric::higher(KEPT_RATIO, "1"), "kept"),
+    (Metric::higher(MISSES, "1/s"), "misses /s"),
+    (Metric::higher(COPIES_MISSED, "1"), "copies that were misses"),
+];
 
 /// Measures the cost of cache misses. Returns the report.
 ///
@@ -153,35 +159,24 @@ pub fn run(options: &Options) -> Result<Report> {
         )));
     }
     report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
-    let samples = measure_cases(options, &subjects, &target, cache_mib)?;
-    add_rows(&mut report, &samples, &subjects);
-    add_verdicts(&mut report, &samples);
-    Ok(report)
-}
-
-fn measure_cases(
-    options: &Options,
-    subjects: &[&Subject],
-    target: &Target,
-    cache_mib: u64,
-) -> Result<SampleTable<Case>> {
-    let common = &options.common;
     child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
-    let mut samples = SampleTable::new();
-    for (case, subject) in turns_by_round(&[()], common.rounds(), subjects, |()| "4 KiB random".to_owned()) {
-        let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(SAMPLE_MS))?;
-        samples.add_outcome(case, subject.name, subject.metrics(), &outcome);
-    }
-    Ok(samples)
+    let mut study = Study::new(&mut report, |case: &Case| (*case).to_owned());
+    let run_ms = common.quick_or_full(SAMPLE_MS);
+    let metrics = [metric_names(&READ_COLUMNS), metric_names(&HIT_COLUMNS)].concat();
+    study.measure_by_round((&[READS_CASE], common.rounds()), &subjects, &metrics, |_, subject| {
+        run_sample(subject, &target, cache_mib, run_ms)
+    })?;
+    add_rows(&mut study, &subjects);
+    add_verdicts(&mut study);
+    Ok(report)
 }
 
 fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Result<Outcome> {
     let io_bytes = RECORD_BYTES as u64;
     let (words, numbers) = match subject.work {
         Work::Fio(engine, depth, jobs) => {
-            let (path, len_bytes) = (target.path(), target.len_bytes);
             let task = Task::Timed { is_random: true, is_write: false, jobs, run_ms };
-            return Job { engine, path, len_bytes, io_bytes, depth, task }.run();
+            return Job::new(target, engine, (io_bytes, depth), task).run();
         }
         Work::Threads { count, is_cold } => {
             (miss_words(is_cold), vec![("--threads", count), ("--cache-mib", cache_mib)])
@@ -204,32 +199,16 @@ fn miss_words(is_cold: bool) -> &'static [&'static str] {
     if is_cold { &["__miss", "--cold"] } else { &["__miss"] }
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
+fn add_rows(study: &mut Study<'_, Case>, subjects: &[&Subject]) {
     let table = "4 KiB at random, a file of six times the cache, O_DIRECT; half the spread, times the fio of that width; \
                  processor and times for each read from the device";
-    let columns = [
-        (Metric::higher(IOS, "1/s"), "from the device /s"),
-        (Metric::lower(CPU, "us"), "processor, us"),
-        (Metric::lower(P50, "us"), "p50, us"),
-        (Metric::lower(P99, "us"), "p99, us"),
-        (Metric::lower(P999, "us"), "p99.9, us"),
-        (Metric::higher(READS, "1/s"), "with hits /s"),
-        (Metric::higher(HIT_RATIO, "1"), "hits"),
-    ];
     for subject in subjects {
         let against = |metric: Metric| subject.baseline.map_or(metric, |baseline| metric.against(baseline));
-        let columns = columns.map(|(metric, column)| (against(metric), column));
-        report_rows(report, samples, (&(), "4 KiB random"), &[*subject], table, &columns);
+        let columns = READ_COLUMNS.map(|(metric, column)| (against(metric), column));
+        study.rows(&READS_CASE, &[*subject], table, &columns);
     }
-    let columns = [
-        (Metric::higher(COPIES_ALONE, "1/s"), "alone /s"),
-        (Metric::higher(COPIES_WITH_MISSES, "1/s"), "beside misses /s"),
-        (Metric::higher(KEPT_RATIO, "1"), "kept"),
-        (Metric::higher(MISSES, "1/s"), "misses /s"),
-        (Metric::higher(COPIES_MISSED, "1"), "copies that were misses"),
-    ];
     let table = "one thread copies 4 KiB that are in memory, another misses by 32 at a time";
-    report_rows(report, samples, (&(), "hits beside misses"), subjects, table, &columns);
+    study.rows_as(&READS_CASE, "hits beside misses", subjects, table, &HIT_COLUMNS);
 }
 
 /// Targets: subject; fio job to compare with; minimum of the rate and maximum of the CPU time per read, both divided by
@@ -245,21 +224,21 @@ const TARGETS: [(&str, &str, f64, f64); 8] = [
     ("threads-32-cold", FIO_PSYNC_32, 0.9, 1.3),
 ];
 
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+fn add_verdicts(study: &mut Study<'_, Case>) {
     let peers = fio::names(&SUBJECTS);
     for (own, peer, least_rate, most_cpu) in TARGETS {
         let bound = Bound::AtLeast(least_rate);
-        report.add_verdict(if peer == FIO_URING {
+        if peer == FIO_URING {
             let target = format!("read from the device, {own}, against the best of fio");
-            judge_against_best(samples, (target, bound), (&(), own), (&peers, IOS))
+            judge_against_best(study, (target, bound), (&READS_CASE, own), (&peers, IOS));
         } else {
             let target = format!("read from the device, {own}, against {peer}");
-            judge_quotient(samples, target, bound, (&(), own, IOS), (&(), peer, IOS))
-        });
+            study.judge_quotient(target, bound, (&READS_CASE, own, IOS), (&READS_CASE, peer, IOS));
+        }
         let target = format!("processor for each, {own}, of that of {peer}");
         let bound = Bound::AtMost(most_cpu);
-        report.add_verdict(judge_quotient(samples, target, bound, (&(), own, CPU), (&(), peer, CPU)));
+        study.judge_quotient(target, bound, (&READS_CASE, own, CPU), (&READS_CASE, peer, CPU));
     }
     let (target, bound) = ("copies beside misses, of those alone", Bound::AtLeast(0.8));
-    report.add_verdict(judge_value(samples, target, (bound, "x"), (&(), HITS, KEPT_RATIO)));
+    study.judge_value(target, (bound, "x"), (&READS_CASE, HITS, KEPT_RATIO));
 }

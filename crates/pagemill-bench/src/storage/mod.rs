@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Named, SampleTable, not_measured};
+use crate::experiment::{Named, SampleTable, Study, not_measured};
 use crate::report::{Bound, Series, Verdict};
 use crate::stats::Better;
 use target::Target;
@@ -97,54 +97,46 @@ fn best_subject<'a, Case: Ord + Clone>(
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// Compares the rate of the subject `own` with the rate of the best of `subjects`. The note of the verdict names the
-/// best subject.
+/// Adds a verdict on the rate of the subject `own` compared with the rate of the best of `subjects`. The note of the
+/// verdict names the best subject.
 fn judge_against_best<Case: Ord + Clone>(
-    samples: &SampleTable<Case>,
+    study: &mut Study<'_, Case>,
     (target, bound): (String, Bound),
     (case, own): (&Case, &'static str),
     (subjects, rate): (&[&'static str], &'static str),
-) -> Verdict {
-    let base = best_subject(samples, case, subjects, rate);
-    let verdict = judge_ratio(target, bound, samples.get((case, own, rate)), base);
-    match verdict.estimate {
+) {
+    let base = best_subject(&study.samples, case, subjects, rate);
+    let blank = not_measured(target, bound, "x", "one side was not run");
+    let verdict = blank.compared(study.samples.get((case, own, rate)), base, Better::Higher);
+    study.report.add_verdict(match verdict.estimate {
         Some(_) => Verdict { note: base.0.to_owned(), ..verdict },
         None => verdict,
-    }
-}
-
-/// Judges the quotient of two series, `own` divided by `base`, against a bound.
-fn judge_ratio(
-    target: impl Into<String>,
-    bound: Bound,
-    own: Option<&Series>,
-    (name, base): (&str, Option<&Series>),
-) -> Verdict {
-    // The ratio is `own` divided by `base`, for rates and for costs. The bound says whether a large or a small ratio
-    // is good.
-    not_measured(target, bound, "x", "one side was not run").compared(own, (name, base), Better::Higher)
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Report;
 
     /// The baseline must be the peer with the best median, although another peer has the best single round. If no peer
     /// was run, there must be no estimate.
     #[test]
     fn best_peer_has_the_best_median() {
-        let mut samples = SampleTable::new();
+        let mut report = Report::new("it", false);
+        let mut study = Study::new(&mut report, |()| String::new());
         let all = [("own", [95.0, 96.0, 94.0]), ("steady", [100.0, 99.0, 101.0]), ("lucky", [50.0, 200.0, 60.0])];
         for (subject, rates) in all {
-            rates.iter().for_each(|rate| samples.add_value(&(), subject, IOS, *rate));
+            rates.iter().for_each(|rate| study.samples.add_value(&(), subject, IOS, *rate));
         }
-        let verdict = |peers: &[&'static str]| {
-            judge_against_best(&samples, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
-        };
+        for peers in [&["steady", "lucky", "absent"][..], &["absent"]] {
+            let target = ("it".to_owned(), Bound::AtLeast(0.9));
+            judge_against_best(&mut study, target, (&(), "own"), (peers, IOS));
+        }
 
-        let measured = verdict(&["steady", "lucky", "absent"]);
+        let [measured, missing] = report.verdicts() else { panic!("two targets were judged") };
         assert_eq!((measured.baseline.as_str(), measured.note.as_str()), ("steady", "steady"));
         assert!(measured.estimate.is_some_and(|estimate| (0.93..0.98).contains(&estimate.value)));
-        assert!(verdict(&["absent"]).estimate.is_none());
+        assert!(missing.estimate.is_none());
     }
 }

@@ -11,7 +11,7 @@ use super::target::Target;
 use super::{CPU_PER_MIB, MIB, PlaceOptions, Subject, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, SampleTable, judge_quotient, report_rows, turns_by_round};
+use crate::experiment::{CommonOptions, Metric, Study};
 use crate::report::{Bound, Report};
 use crate::workload::storage::stream::Way;
 
@@ -130,30 +130,24 @@ pub fn run(options: &Options) -> Result<Report> {
         "processor time is that of the process: the kernel's threads write and read a part for the kernel's cache",
     );
     let cases = cases(options);
-    let samples = measure_cases(options, &cases, &subjects, &target, cache_mib)?;
-    add_rows(&mut report, &samples, &cases, &subjects);
-    cases.iter().for_each(|case| add_verdicts(&mut report, &samples, *case));
-    Ok(report)
-}
-
-fn measure_cases(
-    options: &Options,
-    cases: &[Case],
-    subjects: &[&Subject<Work>],
-    target: &Target,
-    cache_mib: u64,
-) -> Result<SampleTable<Case>> {
-    let common = &options.common;
-    child::touch_beforehand((target.len_bytes >> 20) + cache_mib + 256)?;
-    let mut samples = SampleTable::new();
+    child::touch_beforehand(file_mib + cache_mib + 256)?;
+    let mut study = Study::new(&mut report, |case: &Case| case.name());
     // All reads run before all writes, because writes destroy the pattern.
     for cases in cases.chunk_by(|one, other| one.direction == other.direction) {
-        for (case, subject) in turns_by_round(cases, common.rounds(), subjects, |case| case.name()) {
-            let outcome = run_sample(subject, *case, target, cache_mib)?;
-            samples.add_outcome(case, subject.name, &[MIB, CPU_PER_MIB], &outcome);
+        study.measure_by_round((cases, common.rounds()), &subjects, &[MIB, CPU_PER_MIB], |case, subject| {
+            run_sample(subject, *case, &target, cache_mib)
+        })?;
+    }
+    for (metric, what) in
+        [(Metric::higher(MIB, "MiB/s"), "MiB/s"), (Metric::lower(CPU_PER_MIB, "us"), "processor time of a MiB, us")]
+    {
+        let table = format!("a file of four times the cache, in order: {what}, half the spread, times {KERNEL}");
+        for case in &cases {
+            study.rows(case, &subjects, &table, &[(metric.against(KERNEL), &case.name())]);
         }
     }
-    Ok(samples)
+    cases.iter().for_each(|case| add_verdicts(&mut study, *case));
+    Ok(report)
 }
 
 fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {
@@ -168,8 +162,7 @@ fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, cache_mib: u
         Work::Fio(engine) => {
             let depth = (IN_FLIGHT_BYTES / call_bytes).min(MAX_IN_FLIGHT);
             let task = Task::Pass { is_write, is_append: direction == Direction::Append };
-            let (path, len_bytes) = (target.path(), target.len_bytes);
-            let mut outcome = Job { engine, path, len_bytes, io_bytes: call_bytes, depth, task }.run()?;
+            let mut outcome = Job::new(target, engine, (call_bytes, depth), task).run()?;
             if let Outcome::Measured(line) = &mut outcome {
                 let cpu_us = line[super::CPU].as_f64().unwrap_or_default();
                 line[CPU_PER_MIB] = (cpu_us * f64::from(1 << 20) / call_bytes as f64).into();
@@ -185,31 +178,18 @@ fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, cache_mib: u
     }
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject<Work>]) {
-    for (metric, what) in
-        [(Metric::higher(MIB, "MiB/s"), "MiB/s"), (Metric::lower(CPU_PER_MIB, "us"), "processor time of a MiB, us")]
-    {
-        let table = format!("a file of four times the cache, in order: {what}, half the spread, times {KERNEL}");
-        for case in cases {
-            let name = case.name();
-            report_rows(report, samples, (case, &name), subjects, &table, &[(metric.against(KERNEL), &name)]);
-        }
-    }
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
+fn add_verdicts(study: &mut Study<'_, Case>, case: Case) {
     let name = case.name();
     for (peers, what, least) in [
         (vec![KERNEL, DONTCACHE], "the faster way of the kernel's page cache", 1.0),
         (fio::names(&SUBJECTS), "the best of fio", 0.95),
     ] {
         let target = format!("{name}, {CACHE}, against {what}");
-        let bound = Bound::AtLeast(least);
-        report.add_verdict(judge_against_best(samples, (target, bound), (&case, CACHE), (&peers, MIB)));
+        judge_against_best(study, (target, Bound::AtLeast(least)), (&case, CACHE), (&peers, MIB));
     }
     let target = format!("{name}, processor time, {CACHE} against {KERNEL}");
     let (own, base) = ((&case, CACHE, CPU_PER_MIB), (&case, KERNEL, CPU_PER_MIB));
-    report.add_verdict(judge_quotient(samples, target, Bound::AtMost(1.0), own, base));
+    study.judge_quotient(target, Bound::AtMost(1.0), own, base);
 }
 
 #[cfg(test)]

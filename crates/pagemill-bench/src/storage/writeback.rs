@@ -12,7 +12,7 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, PlaceOptions, Subject, device, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_rows, rotated};
+use crate::experiment::{CommonOptions, Metric, Study, metric_names};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Report};
 
@@ -20,6 +20,15 @@ use crate::report::{Bound, Report};
 pub const TRANSFERS: &str = "transfers_per_page";
 /// Metric: number of writes that the block device completed, per dirty page.
 const DEVICE_WRITES: &str = "device_writes_per_page";
+
+/// The metrics, and their columns of the table.
+const COLUMNS: [(Metric, &str); 5] = [
+    (Metric::higher(MIB, "MiB/s").against(FIO_URING), "MiB/s"),
+    (Metric::higher(IOS, "1/s"), "pages /s"),
+    (Metric::lower(CPU, "us").against(FIO_URING), "processor, us"),
+    (Metric::lower(TRANSFERS, "1"), "transfers a page"),
+    (Metric::lower(DEVICE_WRITES, "1"), "writes of the device a page"),
+];
 
 /// Subject: the writeback of the page cache.
 const CACHE: &str = "cache";
@@ -76,8 +85,8 @@ pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Ve
     all.filter(|_| random.u64(..one_of) == 0).collect()
 }
 
-/// This experiment has only one case.
-type Case = ();
+/// The only case of the experiment.
+const CASE: &str = "4 KiB here and there";
 
 /// Measures the cost of writeback of scattered dirty pages. Returns the report.
 ///
@@ -101,25 +110,37 @@ pub fn run(options: &Options) -> Result<Report> {
     if device::completed_writes(target.path()).is_none() {
         report.add_gap("the file's device is unknown: writes that the kernel merges are not counted");
     }
-    let samples = measure_cases(options, &subjects, &target)?;
-    add_rows(&mut report, &samples, &subjects);
-    add_verdicts(&mut report, &samples);
+    let mut study = Study::new(&mut report, |case: &&str| (*case).to_owned());
+    measure_rounds(options, &mut study, &subjects, &target)?;
+    let table =
+        format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
+    study.rows(&CASE, &subjects, &table, &COLUMNS);
+    let target = format!("pages written back and safe, {CACHE}, against the best of fio");
+    let peers = fio::names(&SUBJECTS);
+    judge_against_best(&mut study, (target, Bound::AtLeast(0.95)), (&CASE, CACHE), (&peers, IOS));
     Ok(report)
 }
 
-fn measure_cases(options: &Options, subjects: &[&Subject<Work>], target: &Target) -> Result<SampleTable<Case>> {
+fn measure_rounds(
+    options: &Options,
+    study: &mut Study<'_, &'static str>,
+    subjects: &[&Subject<Work>],
+    target: &Target,
+) -> Result<()> {
     let common = &options.common;
     child::touch_beforehand((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
     let folder = TempDir::with_prefix("pagemill-bench-").map_err(doing("making a folder for a list of writes"))?;
     let list = folder.path().join("list");
-    let progress = Progress::new(common.rounds() * subjects.len());
-    let mut samples = SampleTable::new();
-    for round in 0..common.rounds() {
-        let seed = round as u64 + 1;
-        let page_offsets = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
-        fio::write_list(&list, &page_offsets, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
-        for subject in rotated(subjects, round) {
-            progress.step(subject.name);
+    let order = (0..common.rounds()).map(|round| (&CASE, round));
+    study.measure(
+        order,
+        subjects,
+        &metric_names(&COLUMNS),
+        |_, _, _| true,
+        |_, subject, round| {
+            let seed = round as u64 + 1;
+            let page_offsets = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
+            fio::write_list(&list, &page_offsets, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
             let before = device::completed_writes(target.path());
             let mut outcome = run_sample(subject, target, &list, (options.one_of, seed))?;
             if let (Outcome::Measured(line), Some(before)) = (&mut outcome, before)
@@ -127,18 +148,16 @@ fn measure_cases(options: &Options, subjects: &[&Subject<Work>], target: &Target
             {
                 line[DEVICE_WRITES] = ((after - before) as f64 / page_offsets.len() as f64).into();
             }
-            samples.add_outcome(&(), subject.name, &[IOS, MIB, CPU, TRANSFERS, DEVICE_WRITES], &outcome);
-        }
-    }
-    Ok(samples)
+            Ok(outcome)
+        },
+    )
 }
 
 fn run_sample(subject: &Subject<Work>, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
     let mut words = vec!["__writeback".to_owned()];
     match subject.work {
         Work::Fio(engine, depth) => {
-            let (path, len_bytes, io_bytes) = (target.path(), target.len_bytes, RECORD_BYTES as u64);
-            let mut outcome = Job { engine, path, len_bytes, io_bytes, depth, task: Task::Replay { list } }.run()?;
+            let mut outcome = Job::new(target, engine, (RECORD_BYTES as u64, depth), Task::Replay { list }).run()?;
             if let Outcome::Measured(line) = &mut outcome {
                 // fio writes each page with an operation of its own.
                 line[TRANSFERS] = 1.0.into();
@@ -150,25 +169,6 @@ fn run_sample(subject: &Subject<Work>, target: &Target, list: &Path, (one_of, se
     }
     words.extend(child::numeric_options(&[("--one-of", one_of), ("--seed", seed)]));
     sample(subject.name, target, words, Duration::from_secs(300))
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject<Work>]) {
-    let table =
-        format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
-    let columns = [
-        (Metric::higher(MIB, "MiB/s").against(FIO_URING), "MiB/s"),
-        (Metric::higher(IOS, "1/s"), "pages /s"),
-        (Metric::lower(CPU, "us").against(FIO_URING), "processor, us"),
-        (Metric::lower(TRANSFERS, "1"), "transfers a page"),
-        (Metric::lower(DEVICE_WRITES, "1"), "writes of the device a page"),
-    ];
-    report_rows(report, samples, (&(), "4 KiB here and there"), subjects, &table, &columns);
-}
-
-fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
-    let peers = fio::names(&SUBJECTS);
-    let target = format!("pages written back and safe, {CACHE}, against the best of fio");
-    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.95)), (&(), CACHE), (&peers, IOS)));
 }
 
 #[cfg(test)]

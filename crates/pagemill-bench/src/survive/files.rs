@@ -7,7 +7,7 @@ use super::{Options, start_in_group};
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_rows, rotated};
+use crate::experiment::{Metric, Progress, SampleTable, Study, not_measured, rotated};
 use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::place_arguments;
 use crate::report::{Bound, Report, Verdict};
@@ -87,7 +87,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let cases = cases(options)?;
     let seconds = options.seconds.unwrap_or(common.quick_or_full((1, 60)));
     let rounds = common.rounds_or((2, 3));
-    let mut samples = SampleTable::new();
+    let mut study = Study::new(report, Case::name);
     let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let sample = |subject, setup, seconds, report: &mut Report| {
@@ -102,7 +102,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
             for &(case, limit_mib) in rotated(&setups, round) {
                 progress.step(&case.name());
                 if ready.contains(&PAGEMILL_MOUNT) {
-                    let outcome = sample(PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
+                    let outcome = sample(PAGEMILL_MOUNT, (case, limit_mib), seconds, study.report)?;
+                    let samples = &mut study.samples;
                     match limit_mib {
                         Some(_) => samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &outcome),
                         None => cases.iter().for_each(|case| samples.add_outcome(case, UNLIMITED, METRICS, &outcome)),
@@ -110,16 +111,16 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
                 }
                 if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
                     let plain = seconds.min(PLAIN_SECONDS);
-                    let outcome = sample(WITHIN_SIZE, (case, limit_mib), plain, report)?;
-                    samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
+                    let outcome = sample(WITHIN_SIZE, (case, limit_mib), plain, study.report)?;
+                    study.samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
                 }
             }
         }
     }
     drop(progress);
     for case in &cases {
-        add_rows(report, &samples, case);
-        report.add_verdict(verdict(&samples, case));
+        add_rows(&mut study, case);
+        study.report.add_verdict(verdict(&study.samples, case));
     }
     Ok(())
 }
@@ -211,7 +212,7 @@ fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<R
     start_in_group(group, &line)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
+fn add_rows(study: &mut Study<'_, Case>, case: &Case) {
     let table = format!("survive: {}, {KEPT_MIB} MiB beside them that must stay", case.name());
     let losses = LOSS_METRICS.map(|(name, column)| (Metric::higher(name, "count"), column));
     let mut columns = vec![
@@ -220,7 +221,7 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
     ];
     columns.extend(losses);
     let subjects = [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name];
-    report_rows(report, samples, (case, &case.name()), &subjects, &table, &columns);
+    study.rows(case, &subjects, &table, &columns);
 }
 
 fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {

@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::{Result, doing};
-use crate::experiment::{
-    CommonOptions, Metric, Named, SampleTable, not_measured, report_json_rows, report_rows, turns_by_round,
-};
+use crate::experiment::{CommonOptions, Metric, Named, SURVIVED, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
 use crate::stats;
@@ -35,24 +33,16 @@ const SLOWEST_MS: &str = "slowest_ms";
 const FAILED_ALLOCATIONS: &str = "refused";
 /// Metric: peak of the cgroup's memory as a fraction of its limit.
 const USED_SHARE: &str = "used_share";
-/// Metric of a sample: 1 if no process was killed, else 0.
-const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS, USED_SHARE];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS, USED_SHARE, SURVIVED];
 
 /// Measures under every allocator whether a second process can use memory that the first freed; adds rows and a verdict
 /// to the report.
 pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let turns = common.quick_or_full((2, 5));
-    let mut samples = SampleTable::new();
-    for (case, subject) in turns_by_round(&[CASE], common.rounds(), ready, |case| (*case).to_owned()) {
-        if let Some(outcome) = report.unless_gap(take_sample(subject, turns))? {
-            samples.add_outcome(case, subject.name(), METRICS, &outcome);
-            let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
-            samples.add_value(case, subject.name(), SURVIVED, survived);
-        }
-    }
-    add_rows(report, &samples, ready);
-    report.add_verdict(verdict(&samples, ready));
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
+    study.measure_by_round((&[CASE], common.rounds()), ready, METRICS, |_, subject| take_sample(subject, turns))?;
+    add_rows(&mut study, ready);
+    study.report.add_verdict(verdict(&study.samples, ready));
     Ok(())
 }
 
@@ -96,10 +86,16 @@ fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used
     let refused = of(FAILED_ALLOCATIONS).iter().sum::<f64>() + keeper[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
     let slowest = of("ms").into_iter().fold(0.0, f64::max);
     let speed = stats::median(&of(SPEED));
-    serde_json::json!({ SPEED: speed, SLOWEST_MS: slowest, FAILED_ALLOCATIONS: refused, USED_SHARE: used_share })
+    serde_json::json!({
+        SPEED: speed,
+        SLOWEST_MS: slowest,
+        FAILED_ALLOCATIONS: refused,
+        USED_SHARE: used_share,
+        SURVIVED: 1.0,
+    })
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
+fn add_rows(study: &mut Study<'_, &'static str>, ready: &[AvailableSubject]) {
     let columns = [
         (Metric::higher(SPEED, "GiB/s"), "newcomer, GiB/s"),
         (Metric::lower(SLOWEST_MS, "ms"), "its slowest turn, ms"),
@@ -110,8 +106,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[A
         "survive: {KEEPER_MIB} MiB filled and freed, then {NEWCOMER_MIB} MiB needed by another process, \
          in {LIMIT_MIB} MiB"
     );
-    report_rows(report, samples, (&CASE, CASE), ready, &table, &columns);
-    report_json_rows(report, samples, (&CASE, CASE), ready, &[Metric::higher(SURVIVED, "share")]);
+    study.rows(&CASE, ready, &table, &columns);
+    study.json_rows(&CASE, ready, &[Metric::higher(SURVIVED, "share")]);
 }
 
 fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {
@@ -154,7 +150,12 @@ mod tests {
 
         let line = sample_json(&serde_json::json!({ FAILED_ALLOCATIONS: 2 }), &turns, 0.5);
 
-        assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST_MS: 90.0, FAILED_ALLOCATIONS: 3.0, USED_SHARE: 0.5 }));
+        assert_eq!(
+            line,
+            serde_json::json!({
+                SPEED: 2.0, SLOWEST_MS: 90.0, FAILED_ALLOCATIONS: 3.0, USED_SHARE: 0.5, SURVIVED: 1.0
+            })
+        );
     }
 
     /// After one sample that Pagemill survived and glibc did not, the target must be reached, and the note must say
@@ -163,20 +164,13 @@ mod tests {
     fn one_kill_misses_the_target() {
         let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");
         let mut samples = SampleTable::new();
-        let mut add = |name, survived, outcome: &Outcome| {
-            samples.add_outcome(&CASE, name, METRICS, outcome);
-            samples.add_value(&CASE, name, SURVIVED, survived);
-        };
-        add(PAGEMILL, 1.0, &Outcome::Measured(serde_json::json!({ SPEED: 1.0, FAILED_ALLOCATIONS: 0 })));
-        add("glibc", 0.0, &Outcome::Killed);
+        let line = serde_json::json!({ SPEED: 1.0, FAILED_ALLOCATIONS: 0, SURVIVED: 1.0 });
+        samples.add_outcome(&CASE, PAGEMILL, METRICS, &Outcome::Measured(line));
+        samples.add_outcome(&CASE, "glibc", METRICS, &Outcome::Killed);
         let reached = verdict(&samples, &ready);
         assert!(!reached.has_lost_round && reached.note.contains("killed: glibc"), "{reached:?}");
 
-        let mut add = |name, survived, outcome: &Outcome| {
-            samples.add_outcome(&CASE, name, METRICS, outcome);
-            samples.add_value(&CASE, name, SURVIVED, survived);
-        };
-        add(PAGEMILL, 0.0, &Outcome::Killed);
+        samples.add_outcome(&CASE, PAGEMILL, METRICS, &Outcome::Killed);
         assert!(verdict(&samples, &ready).has_lost_round);
     }
 }

@@ -12,9 +12,7 @@ use pagemill_core::reclaim::limits::{Bound as NearestLimit, Limits};
 
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{
-    CommonOptions, Metric, Named, Progress, SampleTable, metric_names, not_measured, report_json_rows, report_rows,
-};
+use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, metric_names, not_measured};
 use crate::proc;
 use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
@@ -155,20 +153,21 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::touch_beforehand(warm >> 20)?;
     let rounds = common.rounds_or((1, 3));
-    let is_wanted = |ready: &&AvailableSubject| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
+    let runs = |_: &&str, ready: &AvailableSubject, round| {
+        let is_wanted = !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
+        is_wanted && (round == 0 || ready.name() == PAGEMILL)
+    };
     let metrics = [metric_names(&COLUMNS), OTHERS.map(|metric| metric.name).to_vec()].concat();
-    let progress = Progress::new(ready.len() - 1 + rounds);
-    let mut samples = SampleTable::new();
-    for round in 0..rounds {
-        for subject in ready.iter().filter(is_wanted).filter(|ready| round == 0 || ready.name() == PAGEMILL) {
-            progress.step(&format!("host, {}", subject.name()));
-            let outcome = run_sample(subject, &plan)?;
-            samples.add_outcome(&CASE, subject.name(), &metrics, &outcome);
-        }
-    }
-    drop(progress);
-    add_rows(report, &samples, ready, &plan);
-    verdicts(&samples).into_iter().for_each(|verdict| report.add_verdict(verdict));
+    let order = (0..rounds).map(|round| (&CASE, round));
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
+    study.measure(order, ready, &metrics, runs, |_, subject, _| run_sample(subject, &plan))?;
+    let free = plan.free as f64 / f64::from(1 << 30);
+    let table = format!(
+        "survive: {free:.1} GiB held free, while another process fills the machine at {FILL_MIB_PER_SECOND} MiB/s"
+    );
+    study.rows(&CASE, ready, &table, &COLUMNS);
+    study.json_rows(&CASE, ready, &OTHERS);
+    verdicts(&study.samples).into_iter().for_each(|verdict| study.report.add_verdict(verdict));
     Ok(())
 }
 
@@ -284,15 +283,6 @@ fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     let rate = |bytes: u64| bytes as f64 / f64::from(1 << 30) / seconds;
     let took = rate(last.filler.saturating_sub(first.filler));
     (seconds > 0.0 && took > 0.0).then(|| (rate(first.server.saturating_sub(last.server)), took))
-}
-
-fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &MemoryPlan) {
-    let free = plan.free as f64 / f64::from(1 << 30);
-    let table = format!(
-        "survive: {free:.1} GiB held free, while another process fills the machine at {FILL_MIB_PER_SECOND} MiB/s"
-    );
-    report_rows(report, samples, (&CASE, CASE), ready, &table, &COLUMNS);
-    report_json_rows(report, samples, (&CASE, CASE), ready, &OTHERS);
 }
 
 fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {

@@ -15,7 +15,7 @@ use super::{Options, make_group, run_newcomer, start_in_group, workload_line};
 use crate::chain::MIN_BYTES;
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Metric, Named, Progress, SampleTable, not_measured, report_json_rows, report_rows, rotated};
+use crate::experiment::{Metric, Named, SURVIVED, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, Verdict};
 use crate::signs::Signs;
 use crate::stats;
@@ -53,9 +53,7 @@ const SPEED: &str = "gib_per_second";
 const SLOWEST_MS: &str = "slowest_ms";
 /// Metric: number of failed allocations of all processes of a sample.
 const FAILED_ALLOCATIONS: &str = "refused";
-/// Metric of a sample: 1 if no process was killed and no malloc failed, else 0.
-const SURVIVED: &str = "survived";
-const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS];
+const METRICS: &[&str] = &[SPEED, SLOWEST_MS, FAILED_ALLOCATIONS, SURVIVED];
 
 /// A variant: how many processes fill memory, which of their allocations they free, and what they do afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -120,29 +118,19 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
     let (common, cases) = (&options.common, cases(options)?);
     // A quick run only checks that the cases work. Only a full run has enough samples for survival rates.
     let trials = options.trials.map_or(common.quick_or_full((1, common.rounds())), usize::from);
-    let progress = Progress::new(cases.len() * trials * ready.len());
-    let mut samples = SampleTable::new();
+    let order = cases.iter().flat_map(|case| (0..trials).map(move |trial| (case, trial)));
+    let runs = |case: &Case, subject: &AvailableSubject, _| case.0.applies_to(case.1, subject);
+    let mut study = Study::new(report, case_name);
+    study.measure(order, ready, METRICS, runs, |case, subject, trial| {
+        take_sample(subject, *case, PAUSES[trial % PAUSES.len()])
+    })?;
     for &case in &cases {
-        let (variant, size) = case;
-        let fitting: Vec<&AvailableSubject> = ready.iter().filter(|ready| variant.applies_to(size, ready)).collect();
-        for trial in 0..trials {
-            for subject in rotated(&fitting, trial) {
-                progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                let sample = take_sample(subject, case, PAUSES[trial % PAUSES.len()]);
-                if let Some(outcome) = report.unless_gap(sample)? {
-                    add_sample(&mut samples, case, subject.name(), &outcome);
-                }
-            }
-        }
-    }
-    drop(progress);
-    for &case in &cases {
-        add_rows(report, &samples, case, ready);
+        add_rows(&mut study, case, ready);
     }
     let mut variants: Vec<Variant> = cases.iter().map(|(variant, _)| *variant).collect();
     variants.dedup();
     for variant in variants {
-        report.add_verdict(verdict(&samples, variant, &cases));
+        study.report.add_verdict(verdict(&study.samples, variant, &cases));
     }
     Ok(())
 }
@@ -164,15 +152,8 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
     Ok(of_all.filter(|&(variant, size)| variant != Variant::Random || size >= MIN_RANDOM_FREE_BYTES).collect())
 }
 
-fn case_name((variant, size): Case) -> String {
-    format!("pieces of {}, {}", Bytes(size), variant.description())
-}
-
-fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, outcome: &Outcome) {
-    samples.add_outcome(&case, name, METRICS, outcome);
-    // A failed workload counts as not survived, and its message is reported as a gap.
-    let has_survived = matches!(outcome, Outcome::Measured(line) if line[FAILED_ALLOCATIONS].as_f64() == Some(0.0));
-    samples.add_value(&case, name, SURVIVED, f64::from(u8::from(has_survived)));
+fn case_name((variant, size): &Case) -> String {
+    format!("pieces of {}, {}", Bytes(*size), variant.description())
 }
 
 /// Takes one sample in a new cgroup.
@@ -211,12 +192,21 @@ fn take_sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<
     Ok(match newcomer {
         Some(Outcome::Measured(line)) => {
             refused += line[FAILED_ALLOCATIONS].as_f64().unwrap_or(0.0);
-            Outcome::Measured(
-                serde_json::json!({ SPEED: line[SPEED], SLOWEST_MS: line["ms"], FAILED_ALLOCATIONS: refused }),
-            )
+            Outcome::Measured(sample_json(&line, refused))
         }
         Some(lost) => lost,
         None => Outcome::Failed("a keeper ended before the newcomer came".to_owned()),
+    })
+}
+
+/// Returns the JSON line of a sample, from that of the newcomer and the number of failed allocations. A sample with a
+/// failed allocation has not survived.
+fn sample_json(newcomer: &serde_json::Value, refused: f64) -> serde_json::Value {
+    serde_json::json!({
+        SPEED: newcomer[SPEED],
+        SLOWEST_MS: newcomer["ms"],
+        FAILED_ALLOCATIONS: refused,
+        SURVIVED: u8::from(refused == 0.0),
     })
 }
 
@@ -236,22 +226,20 @@ fn keeper_line(ready: &AvailableSubject, (variant, size): Case, index: u64, fold
     Ok(line)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[AvailableSubject]) {
+fn add_rows(study: &mut Study<'_, Case>, case: Case, ready: &[AvailableSubject]) {
     let (variant, size) = case;
-    let (name, words) = (case_name(case), variant.description());
+    let words = variant.description();
     let table = format!(
         "survive, {words}: newcomer's GiB/s after {KEEPERS_MIB} MiB in pieces of one size, \
          {NEWCOMER_MIB} MiB needed, in {LIMIT_MIB} MiB"
     );
-    let of = (&case, name.as_str());
-    let column = Bytes(size).to_string();
-    report_rows(report, samples, of, ready, &table, &[(Metric::higher(SPEED, "GiB/s"), &column)]);
+    study.rows(&case, ready, &table, &[(Metric::higher(SPEED, "GiB/s"), &Bytes(size).to_string())]);
     let others = [
         Metric::lower(SLOWEST_MS, "ms"),
         Metric::lower(FAILED_ALLOCATIONS, "calls"),
         Metric::higher(SURVIVED, "share"),
     ];
-    report_json_rows(report, samples, of, ready, &others);
+    study.json_rows(&case, ready, &others);
 }
 
 /// Judges all allocation sizes of a variant together. The target is missed if a process was killed or a malloc failed
@@ -292,13 +280,11 @@ mod tests {
     fn lost_samples_miss_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];
         let mut samples = SampleTable::new();
-        let line = |refused: u64| {
-            Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST_MS: 1.0, FAILED_ALLOCATIONS: refused }))
-        };
+        let line = |refused| Outcome::Measured(sample_json(&serde_json::json!({ SPEED: 1.0, "ms": 1.0 }), refused));
         for (case, outcome) in
-            [(0, line(0)), (1, line(0)), (1, Outcome::Killed), (1, line(1)), (2, line(0)), (2, line(0))]
+            [(0, line(0.0)), (1, line(0.0)), (1, Outcome::Killed), (1, line(1.0)), (2, line(0.0)), (2, line(0.0))]
         {
-            add_sample(&mut samples, cases[case], PAGEMILL, &outcome);
+            samples.add_outcome(&cases[case], PAGEMILL, METRICS, &outcome);
         }
 
         let all = verdict(&samples, Variant::All, &cases);

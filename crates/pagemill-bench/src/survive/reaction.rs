@@ -4,9 +4,9 @@
 use std::process::Command;
 use std::time::Duration;
 
-use crate::child::{self, RunningGroup};
+use crate::child;
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, report_rows, turns_by_round};
+use crate::experiment::{CommonOptions, Metric, Named, Study};
 use crate::report::Report;
 use crate::subject::{self, AvailableSubject, PAGEMILL};
 
@@ -14,7 +14,8 @@ use crate::subject::{self, AvailableSubject, PAGEMILL};
 const HELD_FREE_MIB: (u64, u64) = (256, 1024);
 
 /// MiB per request, and number of requests in a sample (quick, full).
-const CASES: [(u64, (u64, u64)); 2] = [(2, (50, 300)), (64, (9, 150))];
+type Case = (u64, (u64, u64));
+const CASES: [Case; 2] = [(2, (50, 300)), (64, (9, 150))];
 
 /// Metric: median of the time until a requested amount of memory was returned.
 const MEDIAN_US: &str = "median_us";
@@ -30,29 +31,24 @@ pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Repo
     let hoard_mib = common.quick_or_full(HELD_FREE_MIB);
     child::touch_beforehand(hoard_mib + hoard_mib / 8)?;
     let Some(line) = report.unless_gap(pagemill.launcher("reaction", &[]))? else { return Ok(()) };
-    let mut samples = SampleTable::new();
-    for ((ask_mib, asks), pagemill) in
-        turns_by_round(&CASES, common.rounds(), &[pagemill], |(ask_mib, _)| format!("reaction, {ask_mib} MiB"))
-    {
+    let mut study = Study::new(report, |(ask_mib, _): &Case| format!("reaction, {ask_mib} MiB"));
+    let metrics = [MEDIAN_US, P99_US, LATE_REQUESTS];
+    study.measure_by_round((&CASES, common.rounds()), &[PAGEMILL], &metrics, |(ask_mib, asks), _| {
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).arg(child::own_executable()?).arg("__asker");
         let options = [("--hoard-mib", hoard_mib), ("--ask-mib", *ask_mib), ("--asks", common.quick_or_full(*asks))];
         command.args(child::numeric_options(&options));
         subject::clear_foreign_settings(&mut command);
-        let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
-        let outcome = child::classify(PAGEMILL, &finished)?;
-        samples.add_outcome(ask_mib, pagemill.name(), &[MEDIAN_US, P99_US, LATE_REQUESTS], &outcome);
-    }
+        child::run_to_end(PAGEMILL, &mut command, Duration::from_secs(300))
+    })?;
     let table = format!("survive: from request to bytes given, by a sibling that holds {hoard_mib} MiB free");
-    for (ask_mib, _) in CASES {
+    for case in &CASES {
         for (metric, column) in [
             (Metric::lower(MEDIAN_US, "us"), "median, us"),
             (Metric::lower(P99_US, "us"), "99th, us"),
             (Metric::lower(LATE_REQUESTS, "asks"), "over 1 s"),
         ] {
-            let case = (&ask_mib, &*format!("reaction, {ask_mib} MiB"));
-            let columns = [(metric, &*format!("{ask_mib} MiB: {column}"))];
-            report_rows(report, &samples, case, &[PAGEMILL], &table, &columns);
+            study.rows(case, &[PAGEMILL], &table, &[(metric, &format!("{} MiB: {column}", case.0))]);
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Metric, Named, Progress, SampleTable, not_measured, report_rows};
+use crate::experiment::{Metric, Named, SampleTable, Study, not_measured};
 use crate::report::{Bound, Report, Verdict};
 use crate::stats;
 use crate::subject::{AvailableSubject, PAGEMILL, Role};
@@ -22,7 +22,7 @@ const MIN_FREED_TO_LIMIT_RATIO: u64 = 2;
 const SPEED: &str = "gib_per_second";
 const FAILED_ALLOCATIONS: &str = "refused";
 const USED_SHARE: &str = "used_share";
-const METRICS: &[&str] = &[SPEED, FAILED_ALLOCATIONS];
+const METRICS: &[&str] = &[SPEED, FAILED_ALLOCATIONS, USED_SHARE];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
@@ -56,50 +56,41 @@ pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -
         ready.iter().filter(|ready| ready.subject.role != Role::ReturningAtOnce).collect();
     let seconds = options.seconds.unwrap_or(common.quick_or_full((1, 60)));
     let rounds = common.rounds_or((2, 3));
-    let progress = Progress::new(CASES.len() * rounds * ready.len());
-    let mut samples = SampleTable::new();
-    for case in CASES {
-        for _ in 0..rounds {
-            for subject in &ready {
-                progress.step(&format!("{}, {}", case.name(), subject.name()));
-                let Some((outcome, used_share)) = report.unless_gap(take_sample(subject, case, seconds))? else {
-                    continue;
-                };
-                samples.add_outcome(&case, subject.name(), METRICS, &outcome);
-                if let Outcome::Measured(line) = &outcome {
-                    samples.add_value(&case, subject.name(), USED_SHARE, used_share);
-                    let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
-                    add_gap_if_too_little_freed(report, case, subject, written_gib);
-                }
-            }
+    let mut study = Study::new(report, |case: &Case| case.name());
+    let mut complaints = Vec::new();
+    study.measure_by_case((&CASES, rounds), &ready, METRICS, |case, subject| {
+        let outcome = take_sample(subject, *case, seconds)?;
+        if let Outcome::Measured(line) = &outcome {
+            let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
+            complaints.extend(complaint_if_too_little_freed(*case, subject, written_gib));
         }
-    }
-    drop(progress);
+        Ok(outcome)
+    })?;
+    complaints.into_iter().for_each(|gap| study.report.add_gap(gap));
     for case in CASES {
-        add_rows(report, &samples, case, &ready);
+        add_rows(&mut study, case, &ready);
     }
-    CASES.into_iter().for_each(|case| report.add_verdict(verdict(&samples, case)));
+    CASES.into_iter().for_each(|case| study.report.add_verdict(verdict(&study.samples, case)));
     Ok(())
 }
 
-/// Adds a sentence (gap) to the report if a sample freed too little memory to prove anything. Assumes that all
+/// Returns a sentence for the report (gap) if a sample freed too little memory to prove anything. Assumes that all
 /// processes of the sample write as fast as the first one.
-fn add_gap_if_too_little_freed(report: &mut Report, case: Case, ready: &AvailableSubject, written_gib: f64) {
-    if written_gib * 1024.0 < (MIN_FREED_TO_LIMIT_RATIO * LIMIT_MIB) as f64 {
-        report.add_gap(format!(
-            "{} {}: a sample freed less than {MIN_FREED_TO_LIMIT_RATIO} times the limit; give it more --seconds",
-            ready.name(),
-            case.name()
-        ));
-    }
+fn complaint_if_too_little_freed(case: Case, ready: &AvailableSubject, written_gib: f64) -> Option<String> {
+    (written_gib * 1024.0 < (MIN_FREED_TO_LIMIT_RATIO * LIMIT_MIB) as f64).then(|| {
+        let (name, case) = (ready.name(), case.name());
+        format!(
+            "{name} {case}: a sample freed less than {MIN_FREED_TO_LIMIT_RATIO} times the limit; give it more --seconds"
+        )
+    })
 }
 
-/// Takes one sample in a new cgroup. Returns its outcome, and the cgroup's peak as a fraction of its limit.
+/// Takes one sample in a new cgroup.
 ///
 /// # Errors
 ///
 /// [`Error::Gap`](crate::error::Error::Gap) if nothing could be measured.
-fn take_sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<(Outcome, f64)> {
+fn take_sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<Outcome> {
     let group = make_group(ready, LIMIT_MIB)?;
     let mut line = workload_line(ready, &[], "__writers")?;
     let options = [
@@ -111,17 +102,21 @@ fn take_sample(ready: &AvailableSubject, case: Case, seconds: u64) -> Result<(Ou
     line.extend(child::numeric_options(&options));
     let finished = start_in_group(&group, &line)?.finish(Duration::from_secs(seconds + 60))?;
     let used_share = group.peak_bytes().unwrap_or(0) as f64 / (LIMIT_MIB << 20) as f64;
-    child::classify(ready.name(), &finished).map(|outcome| (outcome, used_share))
+    let mut outcome = child::classify(ready.name(), &finished)?;
+    if let Outcome::Measured(line) = &mut outcome {
+        line[USED_SHARE] = used_share.into();
+    }
+    Ok(outcome)
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[&AvailableSubject]) {
+fn add_rows(study: &mut Study<'_, Case>, case: Case, ready: &[&AvailableSubject]) {
     let columns = [
         (Metric::higher(SPEED, "GiB/s"), "written, GiB/s"),
         (Metric::higher(USED_SHARE, "share"), "of the limit used"),
         (Metric::higher(FAILED_ALLOCATIONS, "calls"), "refused"),
     ];
     let table = format!("survive: {} in {LIMIT_MIB} MiB, {LIVE_MIB} MiB held at a time", case.name());
-    report_rows(report, samples, (&case, &case.name()), ready, &table, &columns);
+    study.rows(&case, ready, &table, &columns);
 }
 
 fn verdict(samples: &SampleTable<Case>, case: Case) -> Verdict {

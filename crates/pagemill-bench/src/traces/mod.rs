@@ -8,7 +8,7 @@ mod own;
 mod peers;
 
 use crate::error::{Error, Result};
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, check_names, not_measured, report_rows};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, Study, check_names, not_measured};
 use crate::report::{Bound, Report, Verdict};
 use crate::stats;
 use crate::subject::PAGEMILL;
@@ -56,29 +56,27 @@ pub fn run(options: &Options) -> Result<Report> {
     let subjects: Vec<&str> = [PAGEMILL].into_iter().chain(PEERS).collect();
     common.check_only(&subjects)?;
     check_names("trace", &options.traces, &KINDS.map(|(name, _)| name))?;
-    let samples = measure_cases(options, &subjects)?;
     let mut report = Report::new("traces", common.json);
+    let mut study = Study::new(&mut report, |(trace, percent): &Case| format!("{}, {percent} %", KINDS[*trace].0));
+    measure_cases(options, &subjects, &mut study.samples)?;
     for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
-        report.transpose_table(table.clone());
+        study.report.transpose_table(table.clone());
         for (trace, (name, _)) in KINDS.iter().enumerate() {
-            let case = (&(trace, percent), &*format!("{name}, {percent} %"));
-            let columns = [(Metric::higher(HIT_PERCENT, "%"), *name)];
-            report_rows(&mut report, &samples, case, &subjects, &table, &columns);
+            study.rows(&(trace, percent), &subjects, &table, &[(Metric::higher(HIT_PERCENT, "%"), *name)]);
         }
     }
-    add_verdicts(&mut report, &samples);
+    add_verdicts(study.report, &study.samples);
     Ok(report)
 }
 
-fn measure_cases(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
+fn measure_cases(options: &Options, subjects: &[&'static str], samples: &mut SampleTable<Case>) -> Result<()> {
     let common = &options.common;
     let pages = options.pages.map_or(common.quick_or_full(DISTINCT_PAGES), |pages| pages as usize);
     let subjects: Vec<_> = subjects.iter().filter(|subject| common.is_wanted(subject)).collect();
     let is_wanted = |name: &str| options.traces.is_empty() || options.traces.iter().any(|wanted| wanted == name);
     let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * kinds.len() * CACHE_PERCENTS.len());
-    let mut samples = SampleTable::new();
     for round in 0..common.rounds() as u64 {
         for (trace, (name, kind)) in &kinds {
             for percent in CACHE_PERCENTS {
@@ -92,7 +90,7 @@ fn measure_cases(options: &Options, subjects: &[&'static str]) -> Result<SampleT
             }
         }
     }
-    Ok(samples)
+    Ok(())
 }
 
 fn make_policy(subject: &str, pages: usize, size: usize) -> Result<Box<dyn Policy>> {

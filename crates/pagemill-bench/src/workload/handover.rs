@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult, ensure};
 use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
@@ -100,15 +101,7 @@ fn fill_and_free(bytes: usize, random: &mut Rng) -> Result<u64, Failure> {
 pub fn run_newcomer(arguments: &NewcomerArguments) -> WorkloadResult {
     let refused = AtomicU64::new(0);
     let begun = Instant::now();
-    let taken: Vec<Vec<(u64, WordAllocation)>> = thread::scope(|scope| {
-        let threads: Vec<_> = (0..arguments.threads)
-            .map(|index| {
-                let refused = &refused;
-                scope.spawn(move || fill_memory(arguments, index, refused))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or_default()).collect()
-    });
+    let taken = run_in_threads(arguments.threads, |index| Ok(fill_memory(arguments, index, &refused)))?;
     let took = begun.elapsed().as_secs_f64();
     let pieces = || taken.iter().flatten();
     ensure(

@@ -16,6 +16,16 @@ pub trait StepWork {
     fn check_results(&mut self) -> Result<(), Failure>;
 }
 
+impl StepWork for Box<dyn StepWork + '_> {
+    fn step(&mut self) -> Result<(), Failure> {
+        (**self).step()
+    }
+
+    fn check_results(&mut self) -> Result<(), Failure> {
+        (**self).check_results()
+    }
+}
+
 /// For each thread, its number of operations in the measured interval and the time that they took.
 pub struct ThreadTimes(Vec<ThreadTime>);
 

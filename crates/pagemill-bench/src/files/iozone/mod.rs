@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Metric, SampleTable, report_rows, threads_text};
+use crate::experiment::{Metric, Study, threads_text};
 use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::files::{self, FileExperiment};
 use crate::report::{Report, Row, TableCell};
@@ -114,20 +114,20 @@ pub fn run(options: &Options) -> Result<Report> {
         size_bytes: 2 * total + (512 << 20),
         metrics: &Operation::ALL.map(Operation::metric),
         arguments: &|case| arguments(options, total, case),
-        name: &|case| case.name(),
         limit: Duration::from_secs(900),
     };
-    let samples = plan.measure(&mounter, &ready, &mut report)?;
+    let mut study = Study::new(&mut report, Case::name);
+    plan.measure(&mounter, &ready, &mut study)?;
     let original = PublishedResults::load();
     for mode in [Mode::Mapped, Mode::ReadWrite] {
         let cases: Vec<Case> = cases.iter().copied().filter(|case| case.mode == mode).collect();
         for operation in Operation::ALL {
-            add_rows(&mut report, &samples, &cases, operation, &ready, &original);
+            add_rows(&mut study, &cases, operation, &ready, &original);
         }
     }
     match options.cache {
-        true => verdicts::add_cache_verdicts(&mut report, &samples, &cases),
-        false => verdicts::add_verdicts(&mut report, &samples, &cases),
+        true => verdicts::add_cache_verdicts(study.report, &study.samples, &cases),
+        false => verdicts::add_verdicts(study.report, &study.samples, &cases),
     }
     Ok(report)
 }
@@ -157,8 +157,7 @@ fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
 /// Adds the results of one operation to the report, as one table for each mode. A table has one line for each number of
 /// workers, like the tables published in 2013.
 fn add_rows(
-    report: &mut Report,
-    samples: &SampleTable<Case>,
+    study: &mut Study<'_, Case>,
     cases: &[Case],
     operation: Operation,
     ready: &[FileSystem],
@@ -171,17 +170,17 @@ fn add_rows(
             original::published_name(operation),
             NEVER.name,
         );
-        report.transpose_table(table.clone());
+        study.report.transpose_table(table.clone());
         let metric = Metric::higher(operation.metric(), UNIT).against(NEVER.name);
-        report_rows(report, samples, (case, &case.name()), ready, &table, &[(metric, &case.column())]);
+        study.rows(case, ready, &table, &[(metric, &case.column())]);
         if let Some((value, speedup)) = original.find(case.mode.name(), operation, case.threads) {
-            report.add_row(Row {
+            study.report.add_row(Row {
                 case: case.name(),
                 subject: "original-2013".to_owned(),
                 baseline: Some("original-2013-before".to_owned()),
                 ratio: Some(speedup),
                 cell: Some(TableCell { table, column: case.column() }),
-                ..report.single_value(operation.metric(), value, UNIT)
+                ..study.report.single_value(operation.metric(), value, UNIT)
             });
         }
     }

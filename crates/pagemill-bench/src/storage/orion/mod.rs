@@ -14,7 +14,7 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, Subject, sample};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_json_rows, report_rows, rotated};
+use crate::experiment::{CommonOptions, Metric, Study};
 use crate::report::Report;
 use subjects::{SUBJECTS, Work};
 
@@ -154,52 +154,39 @@ pub fn run(options: &Options) -> Result<Report> {
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
         report.add_note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
-    let samples = measure_cases(options, &cases, &subjects, &target)?;
-    add_rows(&mut report, &samples, &cases, &subjects);
-    original::add_rows(&mut report);
-    verdicts::add_verdicts(&mut report, &samples, &cases);
+    let mut study = Study::new(&mut report, |case: &Case| case.name());
+    measure_cases(options, &mut study, &cases, &subjects, &target)?;
+    add_rows(&mut study, &cases, &subjects);
+    original::add_rows(study.report);
+    verdicts::add_verdicts(&mut study, &cases);
     Ok(report)
 }
 
 fn measure_cases(
     options: &Options,
+    study: &mut Study<'_, Case>,
     cases: &[Case],
     subjects: &[&Subject<Work>],
     target: &Target,
-) -> Result<SampleTable<Case>> {
-    let (common, largest_depth) = (&options.common, largest_depth(cases));
+) -> Result<()> {
+    let (rounds, largest_depth) = (options.common.rounds(), largest_depth(cases));
     child::touch_beforehand((target.len_bytes >> 20) / FILE_TO_CACHE_RATIO + 512)?;
-    let subjects_of = |case: &Case| {
-        let is_needed = |subject: &&Subject<Work>| {
-            subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
-        };
-        subjects.iter().copied().filter(is_needed).collect::<Vec<_>>()
-    };
-    let progress = Progress::new(common.rounds() * cases.iter().map(|case| subjects_of(case).len()).sum::<usize>());
-    let mut samples = SampleTable::new();
     // All reads run before all writes, because writes destroy the pattern.
-    for is_write in [false, true] {
-        for round in 0..common.rounds() {
-            for case in cases.iter().filter(|case| case.is_write == is_write) {
-                let subjects = subjects_of(case);
-                for subject in rotated(&subjects, round) {
-                    progress.step(&format!("{}, {}", case.name(), subject.name));
-                    let outcome = run_sample(subject, *case, target, options.run_ms())?;
-                    samples.add_outcome(case, subject.name, METRICS, &outcome);
-                }
-            }
-        }
-    }
-    Ok(samples)
+    let groups = cases.chunk_by(|one, other| one.is_write == other.is_write);
+    let order = groups.flat_map(|cases| (0..rounds).flat_map(move |round| cases.iter().map(move |case| (case, round))));
+    let runs = |case: &Case, subject: &&Subject<Work>, _| {
+        subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
+    };
+    let run_ms = options.run_ms();
+    study.measure(order, subjects, METRICS, runs, |case, subject, _| run_sample(subject, *case, target, run_ms))
 }
 
 fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
     let Case { is_write, io_bytes, is_random, depth } = case;
     let (words, more) = match subject.work {
         Work::Fio(engine) => {
-            let (path, len_bytes) = (target.path(), target.len_bytes);
             let task = Task::Timed { is_random, is_write, jobs: 1, run_ms };
-            return Job { engine, path, len_bytes, io_bytes, depth, task }.run();
+            return Job::new(target, engine, (io_bytes, depth), task).run();
         }
         Work::Ring(words) => {
             let flags = [("--random", is_random), ("--write", is_write)].into_iter().filter(|(_, is_set)| *is_set);
@@ -222,7 +209,7 @@ fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, run_ms: u64)
     sample(subject.name, target, child::command_words(&words, &numbers), Duration::from_secs(120))
 }
 
-fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject<Work>]) {
+fn add_rows(study: &mut Study<'_, Case>, cases: &[Case], subjects: &[&Subject<Work>]) {
     let baseline = subjects::FIO_HUGE_FIXED;
     for (metric, what) in
         [(Metric::higher(MIB, "MiB/s"), "MiB/s"), (Metric::lower(CPU, "us"), "processor time a transfer, us")]
@@ -230,13 +217,13 @@ fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], su
         for case in cases {
             let table = format!("{}: {what}, half the spread, times {baseline}", case.kind());
             let columns = [(metric.against(baseline), &*format!("depth {}", case.depth))];
-            report_rows(report, samples, (case, &case.name()), subjects, &table, &columns);
+            study.rows(case, subjects, &table, &columns);
         }
     }
     let others =
         [Metric::higher(IOS, "1/s"), Metric::lower(P50, "us"), Metric::lower(P99, "us"), Metric::lower(P999, "us")];
     let others = others.map(|metric| metric.against(baseline));
     for case in cases {
-        report_json_rows(report, samples, (case, &case.name()), subjects, &others);
+        study.json_rows(case, subjects, &others);
     }
 }

@@ -80,16 +80,14 @@ pub fn write_all(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failur
 }
 
 impl PageStore for CachedFile {
-    const CAN_PIN: bool = true;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         self.file.read_at(to, (page * RECORD_BYTES) as u64).is_ok_and(|bytes| bytes == RECORD_BYTES)
     }
 
     #[inline]
-    fn pin(&self, page: usize) -> u64 {
-        self.file.pin((page * RECORD_BYTES) as u64).map_or(0, |pin| pin.read_u64(0))
+    fn pin(&self, page: usize) -> Option<u64> {
+        Some(self.file.pin((page * RECORD_BYTES) as u64).map_or(0, |pin| pin.read_u64(0)))
     }
 
     #[inline]

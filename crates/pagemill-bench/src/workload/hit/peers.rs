@@ -40,8 +40,6 @@ impl Foyer {
 }
 
 impl PageStore for Foyer {
-    const CAN_PIN: bool = true;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         let Some(entry) = self.0.get(&(page as u64)) else { return false };
@@ -50,8 +48,8 @@ impl PageStore for Foyer {
     }
 
     #[inline]
-    fn pin(&self, page: usize) -> u64 {
-        self.0.get(&(page as u64)).map_or(0, |entry| first_word(&entry))
+    fn pin(&self, page: usize) -> Option<u64> {
+        Some(self.0.get(&(page as u64)).map_or(0, |entry| first_word(&entry)))
     }
 }
 
@@ -71,8 +69,6 @@ impl Quick {
 }
 
 impl PageStore for Quick {
-    const CAN_PIN: bool = true;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         let Some(value) = self.0.get(&(page as u64)) else { return false };
@@ -81,7 +77,7 @@ impl PageStore for Quick {
     }
 
     #[inline]
-    fn pin(&self, page: usize) -> u64 {
-        self.0.get(&(page as u64)).map_or(0, |value| first_word(&value))
+    fn pin(&self, page: usize) -> Option<u64> {
+        Some(self.0.get(&(page as u64)).map_or(0, |value| first_word(&value)))
     }
 }

@@ -37,16 +37,10 @@ impl Memory {
 }
 
 impl PageStore for Memory {
-    const CAN_PIN: bool = false;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         to.copy_from_slice(self.page(page));
         true
-    }
-
-    fn pin(&self, _page: usize) -> u64 {
-        0
     }
 }
 
@@ -63,8 +57,6 @@ impl Frames {
 }
 
 impl PageStore for Frames {
-    const CAN_PIN: bool = true;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         let word = self.words.counter(page);
@@ -75,18 +67,18 @@ impl PageStore for Frames {
     }
 
     #[inline]
-    fn pin(&self, page: usize) -> u64 {
+    fn pin(&self, page: usize) -> Option<u64> {
         let word = self.words.counter(page);
         word.fetch_add(1, Acquire);
         let found = first_word(self.memory.page(page));
         word.fetch_sub(1, Release);
-        found
+        Some(found)
     }
 
     /// The index of a page's word is the page's number, so a pin is as cheap without a hint.
     #[inline]
     fn pin_hinted(&self, page: usize) -> Option<u64> {
-        Some(self.pin(page))
+        self.pin(page)
     }
 
     #[inline]
@@ -120,16 +112,10 @@ impl Mapped {
 }
 
 impl PageStore for Mapped {
-    const CAN_PIN: bool = false;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         self.0.read(page * RECORD_BYTES, to);
         true
-    }
-
-    fn pin(&self, _page: usize) -> u64 {
-        0
     }
 }
 
@@ -143,14 +129,8 @@ impl OnFile {
 }
 
 impl PageStore for OnFile {
-    const CAN_PIN: bool = false;
-
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
         self.0.read_exact_at(to, (page * RECORD_BYTES) as u64).is_ok()
-    }
-
-    fn pin(&self, _page: usize) -> u64 {
-        0
     }
 }

@@ -18,6 +18,7 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
+use super::steps::run_in_threads;
 use super::{Failure, WorkloadResult};
 use crate::child;
 use crate::files::FilePlace;
@@ -251,12 +252,7 @@ fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Ve
     let wait = || {
         barrier.wait();
     };
-    thread::scope(|scope| {
-        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || run_job(job, cached_files, wait))).collect();
-        let join =
-            |worker: thread::ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|_| Err("a worker panicked".into()));
-        workers.into_iter().map(join).collect()
-    })
+    run_in_threads(jobs.len(), |index| run_job(&jobs[index], cached_files, wait))
 }
 
 /// Runs each worker as a process. All workers wait for the end of a pipe, and start when the pipe is closed.

@@ -66,20 +66,22 @@ fn measure_reader_and_writer<O: SharedObjects>(
     slabs: &'static Slabs,
     objects: &O,
 ) -> WorkloadResult {
-    objects.set_used_ratio(if arguments.defrag { DEFRAG_USED_PERCENT } else { 0 })?;
+    objects.cache().set_defrag_used_ratio(if arguments.defrag { DEFRAG_USED_PERCENT } else { 0 })?;
     let begun = Instant::now();
-    let make = |thread| match thread {
-        READER_THREAD => {
-            Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Rng::with_seed(0), wrong: 0 }))
-        }
-        _ => Writer::new(objects, arguments.objects).map(Role::Writer),
+    let make = |thread| -> Result<Box<dyn StepWork>, Failure> {
+        Ok(match thread {
+            READER_THREAD => {
+                Box::new(Reader { objects, count: arguments.objects, random: Rng::with_seed(0), wrong: 0 })
+            }
+            _ => Box::new(Writer::new(objects, arguments.objects)?),
+        })
     };
     let rest = |took: Duration| (took * SLEEP_FACTOR).max(MIN_SLEEP);
     let times = run_with_defragmentation(arguments.defrag.then_some(slabs), rest, || {
         steps::measure_threads(2, Duration::from_millis(arguments.run_ms), OPERATIONS_PER_STEP as u64, make)
     })?;
     let took = begun.elapsed();
-    let moved = objects.info()?.moved;
+    let moved = objects.cache().info()?.moved;
     if (moved > 0) != arguments.defrag {
         return Err(format!("{moved} objects were moved, which is not what was to be measured").into());
     }
@@ -91,30 +93,8 @@ fn measure_reader_and_writer<O: SharedObjects>(
     }))
 }
 
-/// The work of one of the two measured threads, a reader and a writer.
-enum Role<'objects, O> {
-    Reader(Reader<'objects, O>),
-    Writer(Writer<'objects, O>),
-}
-
 const READER_THREAD: usize = 0;
 const WRITER_THREAD: usize = 1;
-
-impl<O: SharedObjects> StepWork for Role<'_, O> {
-    fn step(&mut self) -> Result<(), Failure> {
-        match self {
-            Self::Reader(reader) => reader.step(),
-            Self::Writer(writer) => writer.step(),
-        }
-    }
-
-    fn check_results(&mut self) -> Result<(), Failure> {
-        match self {
-            Self::Reader(reader) => reader.check_results(),
-            Self::Writer(writer) => writer.check_results(),
-        }
-    }
-}
 
 struct Reader<'objects, O> {
     objects: &'objects O,
@@ -123,7 +103,7 @@ struct Reader<'objects, O> {
     wrong: u64,
 }
 
-impl<O: SharedObjects> Reader<'_, O> {
+impl<O: SharedObjects> StepWork for Reader<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
         for _ in 0..OPERATIONS_PER_STEP / READS_PER_GUARD {
             let guard = slab::enter();
@@ -198,7 +178,7 @@ impl<'objects, O: SharedObjects> Writer<'objects, O> {
     }
 }
 
-impl<O: SharedObjects> Writer<'_, O> {
+impl<O: SharedObjects> StepWork for Writer<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
         (0..OPERATIONS_PER_STEP).try_for_each(|_| self.replace_one())
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::{hint, thread};
 
 use pagemill_slab as slab;
-use pagemill_slab::{Guard, Handle, HandleMap, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs};
+use pagemill_slab::{Guard, Handle, HandleMap, OwnerSlab, Settings, SlabCache, Slabs};
 
 use super::owner_store::{AddressTable, HELD_BIT};
 use crate::workload::{Failure, ensure};
@@ -39,10 +39,7 @@ pub trait SharedObjects: Sync {
     /// exist, and [`WrongObject`] if the words that were read belong to another object.
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject>;
 
-    /// Sets the percentage of used memory below which a slab is defragmented.
-    fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
-
-    fn info(&self) -> Result<SlabInfo, Failure>;
+    fn cache(&self) -> &dyn SlabCache;
 }
 
 /// The error that the words of another object were read, or that an object was lost.
@@ -119,12 +116,8 @@ impl SharedObjects for HandleObjects {
         }
     }
 
-    fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {
-        self.cache.set_defrag_used_ratio(percent).map_err(Failure::from)
-    }
-
-    fn info(&self) -> Result<SlabInfo, Failure> {
-        self.cache.info().map_err(Failure::from)
+    fn cache(&self) -> &dyn SlabCache {
+        &self.cache
     }
 }
 
@@ -219,11 +212,7 @@ impl SharedObjects for OwnerObjects {
         Err(WrongObject)
     }
 
-    fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {
-        self.0.set_defrag_used_ratio(percent).map_err(Failure::from)
-    }
-
-    fn info(&self) -> Result<SlabInfo, Failure> {
-        self.0.info().map_err(Failure::from)
+    fn cache(&self) -> &dyn SlabCache {
+        &self.0
     }
 }

@@ -31,13 +31,6 @@ crate::workload::arguments! {
     ..source: Source,
 }
 
-/// The start of an interval, and the values of the counters of written bytes and of writes at that time.
-struct WriteStart {
-    span: IntervalStart,
-    bytes: u64,
-    writes: u64,
-}
-
 /// The duration of an interval, and the number of written bytes and of writes in it.
 struct WriteTotals {
     took: Elapsed,
@@ -45,17 +38,13 @@ struct WriteTotals {
     writes: u64,
 }
 
-impl WriteStart {
-    fn begin() -> Self {
-        let [bytes, writes] = [Counter::StoreWritten, Counter::StoreWrites].map(stats::get);
-        Self { bytes, writes, span: IntervalStart::begin() }
-    }
-
-    fn end(self) -> WriteTotals {
-        let took = self.span.end();
-        let [bytes, writes] = [Counter::StoreWritten, Counter::StoreWrites].map(stats::get);
-        WriteTotals { took, bytes: bytes - self.bytes, writes: writes - self.writes }
-    }
+/// Runs `work`, and measures its duration and what it wrote.
+fn measure_writes(work: impl FnOnce() -> Result<(), Failure>) -> Result<WriteTotals, Failure> {
+    let counters = || [Counter::StoreWritten, Counter::StoreWrites].map(stats::get);
+    let ([bytes, writes], span) = (counters(), IntervalStart::begin());
+    work()?;
+    let (took, [bytes_after, writes_after]) = (span.end(), counters());
+    Ok(WriteTotals { took, bytes: bytes_after - bytes, writes: writes_after - writes })
 }
 
 /// Writes scattered pages of the file, then reads all of them from the file and compares them.
@@ -93,18 +82,16 @@ fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Res
         pattern::stamp(&mut record, 0, offset, generation);
         write_all(&file, &record, offset)?;
     }
-    let write_start = WriteStart::begin();
-    file.sync()?;
-    Ok(write_start.end())
+    measure_writes(|| Ok(file.sync()?))
 }
 
 fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<WriteTotals, Failure> {
     let arguments = RingArguments::writes(source, RECORD_BYTES, depth);
     let mut work = TransferLoop::new(&arguments, page_offsets.iter().copied())?;
-    let write_start = WriteStart::begin();
-    work.run_to_end()?;
-    work.sync()?;
-    Ok(write_start.end())
+    measure_writes(|| {
+        work.run_to_end()?;
+        work.sync()
+    })
 }
 
 /// Reads the page directly after each of some pages to be written, unless it will be written itself. Returns the
