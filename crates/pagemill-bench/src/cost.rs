@@ -37,16 +37,15 @@ const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
 
 /// Measures the speed of ebizzy and the wake-ups of an idle process, with and without watching of memory limits.
-/// Returns the report.
-pub fn run(options: &Options) -> Result<Report> {
+/// Adds rows and verdicts to the report.
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), PAGEMILL_UNWATCHED.to_owned()];
     let only = if common.only.is_empty() { &both[..] } else { &common.only };
-    let mut report = Report::new("ebizzy", common.json);
     let ready = report.with_gaps(subject::select_available(only, |_| true)?);
     child::touch_beforehand(WARM_MIB)?;
     let threads = if options.threads.is_empty() { &THREAD_COUNTS[..] } else { &options.threads };
-    let mut study = Study::new(&mut report, |case| format!("no pressure, {case} threads"));
+    let mut study = Study::new(report, |case| format!("no pressure, {case} threads"));
     let (warm_ms, measure_ms) = common.quick_or_full((("50", "200"), ("250", "1000")));
     study.measure_by_round((threads, common.rounds_or(SAMPLES)), &ready, &[RECORDS], |threads, subject| {
         let count = threads.to_string();
@@ -60,10 +59,10 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     study.report.add_verdict(verdict(&study.samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
-        Some(pagemill) => measure_idle(common, pagemill, &mut report)?,
+        Some(pagemill) => measure_idle(common, pagemill, report)?,
         None => report.add_verdict(not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "pagemill was not run")),
     }
-    Ok(report)
+    Ok(())
 }
 
 fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {

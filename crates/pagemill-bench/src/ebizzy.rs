@@ -63,25 +63,24 @@ struct Case {
     threads: u16,
 }
 
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     if options.cost {
-        return crate::cost::run(options);
+        return crate::cost::run(options, report);
     }
     let common = &options.common;
-    let mut report = Report::new("ebizzy", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, |_| true)?);
     child::touch_beforehand(common.quick_or_full(WARM_MIB))?;
     if !options.hog {
         let cases = cases(options);
-        let mut study = Study::new(&mut report, case_name);
+        let mut study = Study::new(report, case_name);
         measure_cases(&cases, &ready, common, &mut study)?;
         add_rows(&mut study, &cases, &ready);
         add_verdicts(&mut study, &cases, &ready);
     }
     if options.hog || !common.quick {
-        crate::hog::run(common, &ready, &mut report)?;
+        crate::hog::run(common, &ready, report)?;
     }
-    Ok(report)
+    Ok(())
 }
 
 fn cases(options: &Options) -> Vec<Case> {

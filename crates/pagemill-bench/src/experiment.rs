@@ -1,4 +1,7 @@
-//! Code shared by all experiments: options, table of samples, verdicts, progress bar.
+//! The driver of all experiments: options, samples, rows, verdicts, progress bar.
+//!
+//! An experiment describes its cases, subjects, columns and targets, and how one sample is taken. A [`Study`] takes the
+//! samples in turn, and adds the rows and the verdicts to the report.
 //!
 //! An experiment compares *subjects*, such as allocators, in several *cases*, such as numbers of threads. Each *round*
 //! has one sample of every subject in every case. A *metric* is one measured quantity. A *gap* is a measurement that
@@ -182,7 +185,7 @@ pub fn metric_names(columns: &[(Metric, &str)]) -> Vec<&'static str> {
     columns.iter().map(|(metric, _)| metric.name).collect()
 }
 
-/// A comparison of subjects in several cases: its samples, and the report to which it adds rows and verdicts.
+/// A comparison of *subjects* in several *cases*: its samples, and the report to which it adds rows and verdicts.
 #[derive(Debug)]
 pub struct Study<'a, Case> {
     pub report: &'a mut Report,

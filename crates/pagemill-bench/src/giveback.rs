@@ -43,9 +43,8 @@ const COLUMNS: [(Metric, &str); 5] = [
 /// MiB of freed memory, and size of the freed allocations in bytes.
 type Case = (u64, usize);
 
-pub fn run(common: &CommonOptions) -> Result<Report> {
+pub fn run(common: &CommonOptions, report: &mut Report) -> Result<()> {
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
-    let mut report = Report::new("giveback", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     let mib = common.quick_or_full((FULL_MIB / 4, FULL_MIB));
     let needed = (mib + mib / 2) << 20;
@@ -53,8 +52,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
     }
     child::touch_beforehand(mib + mib / 8)?;
-    let mut study =
-        Study::new(&mut report, |(mib, piece): &Case| format!("{mib} MiB in pieces of {} KiB", piece >> 10));
+    let mut study = Study::new(report, |(mib, piece): &Case| format!("{mib} MiB in pieces of {} KiB", piece >> 10));
     let cases = ALLOCATION_SIZES.map(|piece| (mib, piece));
     let metrics = metric_names(&COLUMNS);
     study.measure_by_case((&cases, common.rounds()), &ready, &metrics, |(mib, piece), subject| {
@@ -67,7 +65,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         study.rows(case, &ready, &table, &COLUMNS);
         add_verdicts(&mut study, case);
     }
-    Ok(report)
+    Ok(())
 }
 
 fn add_verdicts(study: &mut Study<'_, Case>, case: &Case) {

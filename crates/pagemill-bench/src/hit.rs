@@ -129,15 +129,14 @@ const THREAD_COUNTS: [Case; 2] = [1, 2];
 /// The case under which memory sizes and small files are reported, which do not depend on the number of threads.
 const SIZES_CASE: Case = 1;
 
-/// Measures the cost of cache hits, and the memory that caches use in addition to their pages. Returns the report.
+/// Measures the cost of cache hits, and the memory that caches use in addition to their pages. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if a page had wrong contents; [`crate::error::Error::CannotRun`] for an unknown
 /// subject.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let mut report = Report::new("hit", common.json);
     let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([SMALL_FILES_PART]).collect();
     common.check_only(&known)?;
     let mut subjects = common.wanted(&SUBJECTS);
@@ -150,12 +149,12 @@ pub fn run(options: &Options) -> Result<Report> {
             None
         }
     };
-    let mut study = Study::new(&mut report, |threads| threads_text(*threads));
+    let mut study = Study::new(report, |threads| threads_text(*threads));
     measure_cases(options, &mut study, &subjects, mounter.as_ref())?;
     add_rows(&mut study, &subjects);
     report_doubtful_measurements(&mut study, &subjects);
     add_verdicts(&mut study);
-    Ok(report)
+    Ok(())
 }
 
 fn measure_cases(

@@ -100,21 +100,19 @@ pub fn check_limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
 
-/// Returns the arguments of the bench that start workload and hog.
+/// Returns the arguments of the bench that start workload and hog. Further arguments of the workload may follow.
 pub fn pair_arguments(common: &CommonOptions, folder: &Path) -> Vec<String> {
     let [warm_ms, measure_ms, burst_every_ms, pause_ms] =
         common.quick_or_full(([50, 400, 300, 100], [250, 3000, 500, 200]));
-    let options = [
+    let work = [
         ("--threads", u64::from(THREADS)),
         ("--warm-ms", warm_ms),
         ("--measure-ms", measure_ms),
         ("--burst-mib", TURN_MIB),
         ("--burst-every-ms", burst_every_ms),
-        ("--mib", TURN_MIB),
-        ("--pause-ms", pause_ms),
     ];
-    let folder = folder.display().to_string();
-    child::command_words(&["__pair", "--folder", &folder], &options)
+    let (folder, hog) = (folder.display().to_string(), [("--mib", TURN_MIB), ("--pause-ms", pause_ms)]);
+    [child::command_words(&["__pair", "--folder", &folder], &hog), child::command_words(&["--"], &work)].concat()
 }
 
 fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {

@@ -171,24 +171,24 @@ workloads! {
 
 fn main() -> ExitCode {
     match Arguments::parse().experiment {
-        Experiment::Ebizzy(options) => experiment(&options.common, || ebizzy::run(&options)),
-        Experiment::Small(options) => experiment(&options.common, || small::run(&options)),
-        Experiment::Giveback(common) => experiment(&common, || giveback::run(&common)),
-        Experiment::Startup(options) => experiment(&options.common, || startup::run(&options)),
-        Experiment::Footprint(options) => experiment(&options.common, || footprint::run(&options)),
-        Experiment::Survive(options) => experiment(&options.common, || survive::run(&options)),
-        Experiment::Iozone(options) => experiment(&options.files.common, || files::iozone::run(&options)),
-        Experiment::Waste(options) => experiment(&options.common, || files::waste::run(&options)),
-        Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
-        Experiment::Volatile(common) => experiment(&common, || volatile::run(&common)),
-        Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
-        Experiment::Refs(common) => experiment(&common, || refs::run(&common)),
-        Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
-        Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
-        Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
-        Experiment::Stream(options) => experiment(&options.common, || storage::stream::run(&options)),
-        Experiment::Writeback(options) => experiment(&options.common, || storage::writeback::run(&options)),
-        Experiment::Slab(options) => experiment(&options.common, || slab::run(&options)),
+        Experiment::Ebizzy(options) => experiment("ebizzy", &options.common, ebizzy::run, &options),
+        Experiment::Small(options) => experiment("small", &options.common, small::run, &options),
+        Experiment::Giveback(common) => experiment("giveback", &common, giveback::run, &common),
+        Experiment::Startup(options) => experiment("startup", &options.common, startup::run, &options),
+        Experiment::Footprint(options) => experiment("footprint", &options.common, footprint::run, &options),
+        Experiment::Survive(options) => experiment("survive", &options.common, survive::run, &options),
+        Experiment::Iozone(options) => experiment("iozone", &options.files.common, files::iozone::run, &options),
+        Experiment::Waste(options) => experiment("waste", &options.common, files::waste::run, &options),
+        Experiment::Metadata(options) => experiment("metadata", &options.common, files::metadata::run, &options),
+        Experiment::Volatile(common) => experiment("volatile", &common, volatile::run, &common),
+        Experiment::Hit(options) => experiment("hit", &options.common, hit::run, &options),
+        Experiment::Refs(common) => experiment("refs", &common, refs::run, &common),
+        Experiment::Traces(options) => experiment("traces", &options.common, traces::run, &options),
+        Experiment::Miss(options) => experiment("miss", &options.common, storage::miss::run, &options),
+        Experiment::Orion(options) => experiment("orion", &options.common, storage::orion::run, &options),
+        Experiment::Stream(options) => experiment("stream", &options.common, storage::stream::run, &options),
+        Experiment::Writeback(options) => experiment("writeback", &options.common, storage::writeback::run, &options),
+        Experiment::Slab(options) => experiment("slab", &options.common, slab::run, &options),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -201,11 +201,17 @@ fn main() -> ExitCode {
 /// Exit status of the bench if nothing could be measured.
 const EXIT_NOTHING_MEASURED: u8 = 2;
 
-/// Runs an experiment and prints its report, or its error. Returns the exit status.
-fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> ExitCode {
-    let outcome = child::handle_interrupts().and_then(|()| run());
+/// Runs the experiment with this name and prints its report, or its error. Returns the exit status.
+fn experiment<Options>(
+    name: &'static str,
+    common: &CommonOptions,
+    run: fn(&Options, &mut Report) -> Result<()>,
+    options: &Options,
+) -> ExitCode {
+    let mut report = Report::new(name, common.json);
+    let outcome = child::handle_interrupts().and_then(|()| run(options, &mut report));
     match outcome {
-        Ok(report) => {
+        Ok(()) => {
             report.print();
             if !report.has_results() {
                 eprintln!("pagemill-bench: cannot run: nothing was measured");

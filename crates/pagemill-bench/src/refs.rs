@@ -62,18 +62,17 @@ fn case_name(&(kib, threads, is_own): &Case) -> String {
     format!("{kib} KiB, {threads}")
 }
 
-/// Measures the cost to pin, split and collapse huge folios. Returns the report.
+/// Measures the cost to pin, split and collapse huge folios. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if a reference leaked or bytes changed; [`crate::error::Error::CannotRun`] for
 /// an unknown subject.
-pub fn run(common: &CommonOptions) -> Result<Report> {
+pub fn run(common: &CommonOptions, report: &mut Report) -> Result<()> {
     let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
     common.check_only(&known)?;
-    let mut report = Report::new("refs", common.json);
     child::touch_beforehand(512)?;
-    let mut study = Study::new(&mut report, case_name);
+    let mut study = Study::new(report, case_name);
     measure_cases(common, &mut study)?;
     let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
     let pin = Metric::lower(PIN_NS, "ns").against(PER_PAGE);
@@ -86,7 +85,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
         study.rows(&SPLIT_CASE, &[subject], "a huge folio", &[(Metric::lower(metric, "ns"), column)]);
     }
     add_verdicts(&mut study);
-    Ok(report)
+    Ok(())
 }
 
 fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>) -> Result<()> {

@@ -44,17 +44,16 @@ pub struct Options {
 /// fields is also the order in the tables.
 type Case = (&'static str, u16, usize);
 
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| match common.only.is_empty() {
         true => matches!(subject.name, BASELINE | PAGEMILL),
         false => true,
     };
-    let mut report = Report::new("small", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     child::touch_beforehand(64)?;
     let milliseconds = common.quick_or_full(("15", "60"));
-    let mut study = Study::new(&mut report, case_name);
+    let mut study = Study::new(report, case_name);
     study.measure_by_case(
         (&cases(), common.rounds()),
         &ready,
@@ -74,9 +73,9 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     add_verdicts(&mut study);
     if options.callgrind {
-        count_instructions(&mut report, &ready, common)?;
+        count_instructions(report, &ready, common)?;
     }
-    Ok(report)
+    Ok(())
 }
 
 fn cases() -> Vec<Case> {

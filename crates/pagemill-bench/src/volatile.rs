@@ -52,17 +52,16 @@ type Case = (u64, u64);
 /// The case under which the metrics of purges are reported. It has no range size and no number of threads.
 const PURGE_CASE: Case = (0, 0);
 
-/// Measures the cost to mark, unmark and purge volatile memory. Returns the report.
+/// Measures the cost to mark, unmark and purge volatile memory. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if bytes changed without memory pressure.
-pub fn run(common: &CommonOptions) -> Result<Report> {
+pub fn run(common: &CommonOptions, report: &mut Report) -> Result<()> {
     let known: Vec<&str> = METHODS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
     common.check_only(&known)?;
-    let mut report = Report::new("volatile", common.json);
     child::touch_beforehand(PURGED_MIB + 512)?;
-    let mut study = Study::new(&mut report, |case| match *case {
+    let mut study = Study::new(report, |case| match *case {
         PURGE_CASE => "purging".to_owned(),
         (kib, threads) => format!("{kib} KiB, {}", threads_text(threads)),
     });
@@ -81,8 +80,7 @@ pub fn run(common: &CommonOptions) -> Result<Report> {
     ];
     study.rows(&PURGE_CASE, &[PURGING], "purging", &columns);
     add_verdicts(&mut study);
-    chunks::run(common, &mut report)?;
-    Ok(report)
+    chunks::run(common, report)
 }
 
 fn measure_cases(common: &CommonOptions, study: &mut Study<'_, Case>, cases: &[Case]) -> Result<()> {

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use super::FileExperiment;
 use super::mount::{Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
@@ -58,30 +57,24 @@ impl Case {
     }
 }
 
-/// Measures creation, lookup and removal of many small files. Returns the report.
+/// Measures creation, lookup and removal of many small files. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::CannotRun`] if mounting is not permitted.
-pub fn run(options: &super::FileOptions) -> Result<Report> {
+pub fn run(options: &super::FileOptions, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let mut report = Report::new("metadata", common.json);
     let ready = report.with_gaps(mounter.select(&common.only, &[WITHIN_SIZE, NEVER, PAGEMILL_MOUNT])?);
     let files = common.quick_or_full(FILE_COUNT);
     // Each file uses a page for its content, and some metadata of the kernel.
     child::touch_beforehand(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });
-    let plan = FileExperiment {
-        cases: &cases,
-        rounds: common.rounds_or(ROUNDS),
-        size_bytes: 2 << 30,
-        metrics: &TARGETS.iter().map(|(metric, ..)| *metric).chain([CLOSE]).collect::<Vec<_>>(),
-        arguments: &|case| case.arguments(),
-        limit: Duration::from_secs(300),
-    };
-    let mut study = Study::new(&mut report, |case: &Case| case.name());
-    plan.measure(&mounter, &ready, &mut study)?;
+    let mut study = Study::new(report, |case: &Case| case.name());
+    let metrics = TARGETS.iter().map(|(metric, ..)| *metric).chain([CLOSE]).collect::<Vec<_>>();
+    let sizes = (2 << 30, Duration::from_secs(300));
+    let turns = (&cases[..], common.rounds_or(ROUNDS));
+    super::measure((&mut study, &mounter), turns, &ready, &metrics, sizes, |case| case.arguments())?;
     let columns = TARGETS.map(|(name, column, _)| (Metric::higher(name, "1/s").against(WITHIN_SIZE.name), column));
     let close = [(Metric::lower(CLOSE, "ns").against(WITHIN_SIZE.name), "ns")];
     for case in cases {
@@ -97,5 +90,5 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
             study.judge_quotient(target, bound, own, base);
         }
     }
-    Ok(report)
+    Ok(())
 }

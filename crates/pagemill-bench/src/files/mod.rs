@@ -9,7 +9,7 @@ pub mod waste;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome};
+use crate::child;
 use crate::error::Result;
 use crate::experiment::{CommonOptions, Study};
 use mount::{FileSystem, Mounted, Mounter};
@@ -27,48 +27,31 @@ pub struct FileOptions {
 /// Command-line option with which a workload stores its files in a page cache of its own process.
 const CACHED: &str = "--cached";
 
-/// The cases of an experiment on file systems, and the arguments with which a workload runs each case.
-pub struct FileExperiment<'a, Case> {
-    pub cases: &'a [Case],
-    pub rounds: usize,
-    pub size_bytes: u64,
-    /// The metrics, which are keys of the workload's JSON line.
-    pub metrics: &'a [&'static str],
-    /// Returns the workload's arguments for a case.
-    pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
-    pub limit: Duration,
-}
-
-impl<Case: Ord + Clone> FileExperiment<'_, Case> {
-    /// Runs every case on every file system. File systems are measured in turn, and each sample
-    /// has a new mount.
-    ///
-    /// # Errors
-    ///
-    /// An error if a workload found wrong bytes, if the bench was interrupted, or if a tmpfs can no longer be mounted.
-    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], study: &mut Study<'_, Case>) -> Result<()> {
-        let mut complaints = Vec::new();
-        study.measure_by_case((self.cases, self.rounds), ready, self.metrics, |case, &subject| {
-            child::failed_if_gap(self.sample(case, subject, mounter, &mut complaints))
-        })?;
-        complaints.into_iter().for_each(|gap| study.report.add_gap(gap));
-        Ok(())
-    }
-
-    fn sample(
-        &self,
-        case: &Case,
-        subject: FileSystem,
-        mounter: &Mounter,
-        complaints: &mut Vec<String>,
-    ) -> Result<Outcome> {
-        let mounted = subject.is_mounted().then(|| mounter.mount(subject, self.size_bytes)).transpose()?;
+/// Measures all cases on all file systems, which are measured in turn. Each sample has a new mount with room for
+/// `size_bytes`, and a workload with the arguments that `line` returns, which must end within `limit`.
+///
+/// # Errors
+///
+/// An error if a workload found wrong bytes, if the bench was interrupted, or if a tmpfs can no longer be mounted.
+pub fn measure<Case: Ord + Clone>(
+    (study, mounter): (&mut Study<'_, Case>, &Mounter),
+    turns: (&[Case], usize),
+    ready: &[FileSystem],
+    metrics: &[&'static str],
+    (size_bytes, limit): (u64, Duration),
+    line: impl Fn(&Case) -> Vec<String>,
+) -> Result<()> {
+    let mut complaints = Vec::new();
+    let mut sample = |case: &Case, subject: FileSystem| {
+        let mounted = subject.is_mounted().then(|| mounter.mount(subject, size_bytes)).transpose()?;
         let place = mounted.as_ref().map_or(vec![CACHED.to_owned()], |mounted| place_arguments(mounted).to_vec());
-        let line = (self.arguments)(case).into_iter().chain(place);
-        let outcome = child::run_plain(subject.name, line, self.limit)?;
+        let outcome = child::run_plain(subject.name, line(case).into_iter().chain(place), limit)?;
         complaints.extend(mounted.and_then(|mounted| mounted.unmount().complaint));
         Ok(outcome)
-    }
+    };
+    study.measure_by_case(turns, ready, metrics, |case, subject| child::failed_if_gap(sample(case, *subject)))?;
+    complaints.into_iter().for_each(|gap| study.report.add_gap(gap));
+    Ok(())
 }
 
 /// Returns the arguments by which a workload gets the folder for its files and the device number of that folder. By the

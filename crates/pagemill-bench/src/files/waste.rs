@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use super::FileExperiment;
 use super::mount::{ALWAYS, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
@@ -68,33 +67,27 @@ const KINDS: [FileKind; 6] = [
     appended_file("64 MiB in steps of 1 MiB", 1 << 20),
 ];
 
-/// Measures the memory that files of several kinds use. Returns the report.
+/// Measures the memory that files of several kinds use. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::CannotRun`] if mounting is not permitted.
-pub fn run(options: &super::FileOptions) -> Result<Report> {
+pub fn run(options: &super::FileOptions, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let mut report = Report::new("waste", common.json);
     let ready = report.with_gaps(mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT])?);
     // With huge pages everywhere, each small file would use 2 MiB.
     child::touch_beforehand(2100)?;
-    let plan = FileExperiment {
-        cases: &KINDS,
-        rounds: common.rounds(),
-        size_bytes: 8 << 30,
-        metrics: &[USED_AT_ONCE, USED_AFTER_SECOND, HUGE_SHARE],
-        arguments: &arguments,
-        limit: Duration::from_secs(120),
-    };
-    let mut study = Study::new(&mut report, |kind: &FileKind| kind.name.to_owned());
-    plan.measure(&mounter, &ready, &mut study)?;
+    let mut study = Study::new(report, |kind: &FileKind| kind.name.to_owned());
+    let metrics = [USED_AT_ONCE, USED_AFTER_SECOND, HUGE_SHARE];
+    let sizes = (8 << 30, Duration::from_secs(120));
+    let turns = (&KINDS[..], common.rounds());
+    super::measure((&mut study, &mounter), turns, &ready, &metrics, sizes, arguments)?;
     for kind in KINDS {
         add_rows(&mut study, kind, &ready);
         verdict(&study.samples, kind).into_iter().for_each(|verdict| study.report.add_verdict(verdict));
     }
-    Ok(report)
+    Ok(())
 }
 
 fn arguments(kind: &FileKind) -> Vec<String> {

@@ -104,18 +104,16 @@ impl Sample {
     }
 }
 
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let mut report = Report::new("footprint", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
     if options.returning {
-        returning::run(options, &ready, &mut report)?;
-        return Ok(report);
+        return returning::run(options, &ready, report);
     }
     let (names, loads) = wanted_names(options)?;
     child::touch_beforehand(common.quick_or_full((256, 1024)))?;
-    let mut study = Study::new(&mut report, |name: &&str| (*name).to_owned());
+    let mut study = Study::new(report, |name: &&str| (*name).to_owned());
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
             Some(program) => measure_program(program, &ready, common, &mut study)?,
@@ -126,8 +124,7 @@ pub fn run(options: &Options) -> Result<Report> {
         add_rows(&mut study, name, &ready);
         add_verdicts(study.report, &study.samples, name);
     }
-    loads::run(options, &loads, &ready, &mut report)?;
-    Ok(report)
+    loads::run(options, &loads, &ready, report)
 }
 
 /// Returns the names of the programs and of the loads that `--programs` lists. Without that option, returns all

@@ -144,26 +144,25 @@ impl Options {
     }
 }
 
-/// Runs the wanted parts of the experiment on slab caches. Returns the report.
+/// Runs the wanted parts of the experiment on slab caches. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] for an unknown subject, or if a part or
 /// an option has nothing to measure.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     options.check()?;
-    let mut report = Report::new("slab", options.common.json);
     for part in Part::value_variants().iter().filter(|part| options.runs_part(**part)) {
         match part {
-            Part::Speed => speed::run_part(options, &mut report)?,
-            Part::Reads => reads::run_part(options, &mut report)?,
-            Part::Moves => moves::run_part(options, &mut report)?,
-            Part::Fragments => fragments::run_part(options, &mut report)?,
-            Part::Stalls => stalls::run_part(options, &mut report)?,
-            Part::Walks => walks::run_part(options, &mut report)?,
+            Part::Speed => speed::run_part(options, report)?,
+            Part::Reads => reads::run_part(options, report)?,
+            Part::Moves => moves::run_part(options, report)?,
+            Part::Fragments => fragments::run_part(options, report)?,
+            Part::Stalls => stalls::run_part(options, report)?,
+            Part::Walks => walks::run_part(options, report)?,
         }
     }
-    Ok(report)
+    Ok(())
 }
 
 fn all_subjects() -> Vec<&'static str> {

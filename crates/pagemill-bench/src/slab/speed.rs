@@ -8,7 +8,9 @@ use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
 use crate::callgrind::{self, INSTRUCTIONS};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{CommonOptions, Metric, Named, SampleTable, Study, not_measured, rotated, threads_text};
+use crate::experiment::{
+    CommonOptions, Metric, Named, Progress, SampleTable, Study, not_measured, rotated, threads_text,
+};
 use crate::report::{Bound, Report, Series, Verdict};
 use crate::stats::Better;
 
@@ -120,13 +122,15 @@ fn measure_cases(
     study: &mut Study<'_, Case>,
 ) -> Result<()> {
     let (run_ms, metrics) = (common.quick_or_full(SAMPLE_MS), [NS_PER_OBJECT, PAIRS_PER_SECOND]);
-    for (pattern, size) in patterns_and_sizes(sizes) {
-        for round in 0..common.rounds() {
-            for subject in rotated(subjects, round) {
-                let cases = THREAD_COUNTS.map(|threads| (pattern, size, threads));
-                study.measure_by_round((&cases, 1), &[subject], &metrics, |case, subject| {
-                    take_sample(subject, *case, run_ms)
-                })?;
+    let shapes = patterns_and_sizes(sizes);
+    let progress = Progress::new(shapes.len() * common.rounds() * subjects.len());
+    for ((pattern, size), round) in
+        shapes.iter().flat_map(|shape| (0..common.rounds()).map(move |round| (*shape, round)))
+    {
+        for subject in rotated(subjects, round) {
+            progress.step(&format!("{pattern}, {size} B, {}", subject.name()));
+            for case in THREAD_COUNTS.map(|threads| (pattern, size, threads)) {
+                study.samples.add_outcome(&case, subject.name(), &metrics, &take_sample(subject, case, run_ms)?);
             }
         }
     }

@@ -38,12 +38,11 @@ pub struct Options {
     pub configure: Option<PathBuf>,
 }
 
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let mut report = Report::new("startup", common.json);
     let ready = report.with_gaps(subject::select_available(&common.only, is_wanted)?);
-    let mut study = Study::new(&mut report, |case: &&str| (*case).to_owned());
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
     let program = true_program()?;
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
     let subjects: Vec<(&str, Option<&AvailableSubject>)> =
@@ -69,9 +68,9 @@ pub fn run(options: &Options) -> Result<Report> {
         None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
     });
     if common.is_wanted(PAGEMILL) {
-        trees::run(options, &mut report)?;
+        trees::run(options, report)?;
     }
-    Ok(report)
+    Ok(())
 }
 
 /// In each round, runs every subject `runs` times, in turn. Adds to the samples of the case what `summarize` makes of a

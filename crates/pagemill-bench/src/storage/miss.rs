@@ -137,16 +137,15 @@ const HIT_COLUMNS: [(Metric, &str); 5] = [
     (Metric::higher(COPIES_MISSED, "1"), "copies that were misses"),
 ];
 
-/// Measures the cost of cache misses. Returns the report.
+/// Measures the cost of cache misses. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file, or
 /// if the cache could hold the whole file.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let mut report = Report::new("miss", common.json);
-    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, report)?;
     let target = options.place.open_or_make(FILE_TO_CACHE_RATIO * common.quick_or_full(CACHE_MIB))?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
@@ -160,7 +159,7 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
     child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
-    let mut study = Study::new(&mut report, |case: &Case| (*case).to_owned());
+    let mut study = Study::new(report, |case: &Case| (*case).to_owned());
     let run_ms = common.quick_or_full(SAMPLE_MS);
     let metrics = [metric_names(&READ_COLUMNS), metric_names(&HIT_COLUMNS)].concat();
     study.measure_by_round((&[READS_CASE], common.rounds()), &subjects, &metrics, |_, subject| {
@@ -168,7 +167,7 @@ pub fn run(options: &Options) -> Result<Report> {
     })?;
     add_rows(&mut study, &subjects);
     add_verdicts(&mut study);
-    Ok(report)
+    Ok(())
 }
 
 fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Result<Outcome> {

@@ -106,16 +106,15 @@ fn cases(options: &Options) -> Vec<Case> {
     directions.iter().flat_map(of).collect()
 }
 
-/// Runs the experiment and returns the report.
+/// Runs the experiment; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the file or a read had wrong contents; [`Error::CannotRun`] for an unknown subject, without a
 /// file, or if the cache could hold the whole file.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let mut report = Report::new("stream", common.json);
-    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, report)?;
     let target = options.place.open_or_make(common.quick_or_full(FILE_MIB))?;
     let file_mib = target.len_bytes >> 20;
     let cache_mib = options.cache_mib.unwrap_or(file_mib / FILE_TO_CACHE_RATIO).max(2);
@@ -131,7 +130,7 @@ pub fn run(options: &Options) -> Result<Report> {
     );
     let cases = cases(options);
     child::touch_beforehand(file_mib + cache_mib + 256)?;
-    let mut study = Study::new(&mut report, |case: &Case| case.name());
+    let mut study = Study::new(report, |case: &Case| case.name());
     // All reads run before all writes, because writes destroy the pattern.
     for cases in cases.chunk_by(|one, other| one.direction == other.direction) {
         study.measure_by_round((cases, common.rounds()), &subjects, &[MIB, CPU_PER_MIB], |case, subject| {
@@ -147,7 +146,7 @@ pub fn run(options: &Options) -> Result<Report> {
         }
     }
     cases.iter().for_each(|case| add_verdicts(&mut study, *case));
-    Ok(report)
+    Ok(())
 }
 
 fn run_sample(subject: &Subject<Work>, case: Case, target: &Target, cache_mib: u64) -> Result<Outcome> {

@@ -88,20 +88,19 @@ pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Ve
 /// The only case of the experiment.
 const CASE: &str = "4 KiB here and there";
 
-/// Measures the cost of writeback of scattered dirty pages. Returns the report.
+/// Measures the cost of writeback of scattered dirty pages. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the file has wrong contents afterwards; [`Error::CannotRun`] for an unknown subject,
 /// without a file, or for `--file` without `--writes`.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     if let Some(path) = options.place.file.as_ref().filter(|_| !options.writes) {
         let path = path.display();
         return Err(Error::CannotRun(format!("{path}: writing to it needs --writes, since its content is lost")));
     }
-    let mut report = Report::new("writeback", common.json);
-    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, report)?;
     let target = options.place.open_or_make(common.quick_or_full(FILE_MIB))?;
     let pages = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
     report
@@ -110,7 +109,7 @@ pub fn run(options: &Options) -> Result<Report> {
     if device::completed_writes(target.path()).is_none() {
         report.add_gap("the file's device is unknown: writes that the kernel merges are not counted");
     }
-    let mut study = Study::new(&mut report, |case: &&str| (*case).to_owned());
+    let mut study = Study::new(report, |case: &&str| (*case).to_owned());
     measure_rounds(options, &mut study, &subjects, &target)?;
     let table =
         format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
@@ -118,7 +117,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let target = format!("pages written back and safe, {CACHE}, against the best of fio");
     let peers = fio::names(&SUBJECTS);
     judge_against_best(&mut study, (target, Bound::AtLeast(0.95)), (&CASE, CACHE), (&peers, IOS));
-    Ok(report)
+    Ok(())
 }
 
 fn measure_rounds(

@@ -77,23 +77,22 @@ impl Options {
     }
 }
 
-/// Runs the wanted parts of the experiment, which count processes killed for lack of memory. Returns the report.
+/// Runs the wanted parts of the experiment, which count processes killed for lack of memory. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::CannotRun`] if no cgroup can be made for the parts that need one.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let (is_writing, is_handing_over) = (options.wants(options.writers), options.wants(options.handover));
     if is_writing || is_handing_over || options.files {
         Cgroup::with_limit(LIMIT_MIB << 20).map_err(|why| Error::CannotRun(format!("survive needs a limit: {why}")))?;
     }
-    let mut report = Report::new("survive", common.json);
     if options.files {
-        files::run(options, &mut report)?;
+        files::run(options, report)?;
     }
     if !options.wants_allocators() {
-        return Ok(report);
+        return Ok(());
     }
     let ready = report.with_gaps(subject::select_available(&common.only, |_| true)?);
     if options.host {
@@ -101,21 +100,21 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     child::touch_beforehand(2 * LIMIT_MIB)?;
     if is_writing {
-        writers::run(options, &ready, &mut report)?;
+        writers::run(options, &ready, report)?;
     }
     if is_handing_over {
         if options.sizes.is_empty() && options.variants.is_empty() {
-            handover::run(common, &ready, &mut report)?;
+            handover::run(common, &ready, report)?;
         }
-        pieces::run(options, &ready, &mut report)?;
+        pieces::run(options, &ready, report)?;
     }
     if options.wants(options.reaction) {
-        reaction::run(common, &ready, &mut report)?;
+        reaction::run(common, &ready, report)?;
     }
     if options.host {
-        host::run(common, &ready, &mut report)?;
+        host::run(common, &ready, report)?;
     }
-    Ok(report)
+    Ok(())
 }
 
 /// Makes the cgroup of a sample.

@@ -46,18 +46,17 @@ pub struct Options {
 /// Index of the trace in [`KINDS`], and size of the cache in percent of the number of distinct pages.
 type Case = (usize, usize);
 
-/// Computes the hit ratios of all eviction policies on the generated traces. Returns the report.
+/// Computes the hit ratios of all eviction policies on the generated traces. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`Error::CannotRun`] for an unknown subject or trace.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let subjects: Vec<&str> = [PAGEMILL].into_iter().chain(PEERS).collect();
     common.check_only(&subjects)?;
     check_names("trace", &options.traces, &KINDS.map(|(name, _)| name))?;
-    let mut report = Report::new("traces", common.json);
-    let mut study = Study::new(&mut report, |(trace, percent): &Case| format!("{}, {percent} %", KINDS[*trace].0));
+    let mut study = Study::new(report, |(trace, percent): &Case| format!("{}, {percent} %", KINDS[*trace].0));
     measure_cases(options, &subjects, &mut study.samples)?;
     for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
@@ -67,7 +66,7 @@ pub fn run(options: &Options) -> Result<Report> {
         }
     }
     add_verdicts(study.report, &study.samples);
-    Ok(report)
+    Ok(())
 }
 
 fn measure_cases(options: &Options, subjects: &[&'static str], samples: &mut SampleTable<Case>) -> Result<()> {

@@ -36,7 +36,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, ExitStatus};
 
-use crate::child::{self, WRONG_ANSWER};
+use crate::child::WRONG_ANSWER;
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
@@ -139,13 +139,6 @@ pub fn touch(arguments: &TouchArguments) -> WorkloadResult {
         held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory")?);
     }
     Ok(serde_json::json!({ "pieces": held.len() }))
-}
-
-/// Returns a command that runs another workload as a child of this one.
-fn child_command(workload: &str, options: &[(&str, String)]) -> Result<Command, Failure> {
-    let mut command = Command::new(child::own_executable()?);
-    command.arg(workload).args(options.iter().flat_map(|(name, value)| [*name, value.as_str()]));
-    Ok(command)
 }
 
 /// Returns an error if a child of this workload was killed, failed, or found wrong bytes.

@@ -7,27 +7,21 @@ use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult, check_status, child_command, hog};
+use super::{Failure, WorkloadResult, check_status, hog};
+use crate::child;
 
 /// Time limit for the memory hog to end after the stop file was created. The hog first completes its round.
 const HOG_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-crate::workload::arguments! {
-    /// Arguments of the ebizzy workload and of the memory hog, which run as a pair of processes. Both use the lock file
-    /// in the hog's folder.
-    PairArguments:
-    threads: usize,
-    warm_ms: u64,
-    measure_ms: u64,
-    burst_mib: usize,
-    burst_every_ms: u64,
-    /// The kind of memory in which the ebizzy workload stores its copies.
-    #[arg(default_value = "malloc")]
-    memory: String,
-    /// In one record of this many, the sum of the whole copy is compared with the sum of its source; 0: in none.
-    #[arg(default_value_t = 0)]
-    sum_every: u64,
-    ..hog: hog::HogArguments,
+/// Arguments of the memory hog, and of the ebizzy workload, which run as a pair of processes. Both use the lock file in
+/// the hog's folder.
+#[derive(Clone, Debug, clap::Args)]
+pub struct PairArguments {
+    #[command(flatten)]
+    pub hog: hog::HogArguments,
+    /// The arguments of the ebizzy workload, except its lock file.
+    #[arg(last = true)]
+    pub work: Vec<String>,
 }
 
 /// A child process that is killed when this value is dropped.
@@ -45,24 +39,12 @@ impl Drop for ChildProcess {
 /// [`Failure::Killed`] if either process was killed.
 pub fn run(arguments: &PairArguments) -> WorkloadResult {
     let folder = &arguments.hog.folder;
-    let lock = folder.join(hog::LOCK_FILE).display().to_string();
-    let hog_arguments = [
-        ("--mib", arguments.hog.mib.to_string()),
-        ("--pause-ms", arguments.hog.pause_ms.to_string()),
-        ("--folder", folder.display().to_string()),
-    ];
-    let work_arguments = [
-        ("--threads", arguments.threads.to_string()),
-        ("--warm-ms", arguments.warm_ms.to_string()),
-        ("--measure-ms", arguments.measure_ms.to_string()),
-        ("--burst-mib", arguments.burst_mib.to_string()),
-        ("--burst-every-ms", arguments.burst_every_ms.to_string()),
-        ("--memory", arguments.memory.clone()),
-        ("--sum-every", arguments.sum_every.to_string()),
-        ("--lock", lock),
-    ];
-    let mut work = start("__ebizzy", &work_arguments)?;
-    let mut hog = start("__hog", &hog_arguments)?;
+    let (lock, folder_name) = (folder.join(hog::LOCK_FILE).display().to_string(), folder.display().to_string());
+    let numbers = [("--mib", arguments.hog.mib as u64), ("--pause-ms", arguments.hog.pause_ms)];
+    let mut work_line = child::command_words(&["__ebizzy", "--lock", &lock], &[]);
+    work_line.extend_from_slice(&arguments.work);
+    let mut work = start(work_line)?;
+    let mut hog = start(child::command_words(&["__hog", "--folder", &folder_name], &numbers))?;
     let work_status = loop {
         if let Some(status) = exit_status(&mut work)? {
             break status;
@@ -92,10 +74,10 @@ pub fn run(arguments: &PairArguments) -> WorkloadResult {
     Ok(line)
 }
 
-fn start(name: &str, arguments: &[(&str, String)]) -> Result<ChildProcess, Failure> {
-    let mut command = child_command(name, arguments)?;
+fn start(line: Vec<String>) -> Result<ChildProcess, Failure> {
+    let mut command = child::workload_command(&line)?;
     command.stdout(Stdio::piped());
-    let child = command.spawn().map_err(|cause| format!("starting {name}: {cause}"))?;
+    let child = command.spawn().map_err(|cause| format!("starting {}: {cause}", line[0]))?;
     Ok(ChildProcess(child))
 }
 

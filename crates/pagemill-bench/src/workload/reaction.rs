@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use pagemill_core::published::{TREE_FILE, TREE_VARIABLE};
 use pagemill_core::reclaim::tree::TreePage;
 
-use super::{Failure, WorkloadResult, child_command, ensure};
+use super::{Failure, WorkloadResult, ensure};
+use crate::child;
 use crate::histogram::Histogram;
 use crate::native::TaggedAllocation;
 
@@ -48,7 +49,7 @@ struct HoarderProcess {
 
 impl HoarderProcess {
     fn start(mib: usize) -> Result<Self, Failure> {
-        let mut command = child_command("__hoarder", &[("--mib", mib.to_string())])?;
+        let mut command = child::workload_command(["__hoarder", "--mib", &mib.to_string()])?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn()?;
         match (child.stdin.take(), child.stdout.take()) {

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, WorkloadResult, check_status, child_command, ensure};
+use super::{Failure, WorkloadResult, check_status, ensure};
+use crate::child;
 use crate::native::TaggedAllocation;
 
 /// Size of the allocations in each phase of a writer, in KiB.
@@ -55,14 +56,10 @@ pub fn run(arguments: &WritersArguments) -> WorkloadResult {
 }
 
 fn start_sibling(arguments: &WritersArguments) -> Result<Child, Failure> {
-    let options = [
-        ("--threads", arguments.threads.to_string()),
-        ("--mib", arguments.mib.to_string()),
-        ("--run-ms", arguments.run_ms.to_string()),
-    ];
-    let mut command = child_command("__writers", &options)?;
-    command.stdout(Stdio::null());
-    command.spawn().map_err(Failure::from)
+    let numbers =
+        [("--threads", arguments.threads as u64), ("--mib", arguments.mib as u64), ("--run-ms", arguments.run_ms)];
+    let mut command = child::workload_command(child::command_words(&["__writers"], &numbers))?;
+    Ok(command.stdout(Stdio::null()).spawn()?)
 }
 
 /// Runs one writer thread for at least one phase. In each phase, the thread fills its memory with allocations of one

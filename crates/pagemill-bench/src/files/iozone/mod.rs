@@ -9,8 +9,8 @@ use std::time::Duration;
 use crate::child;
 use crate::error::Result;
 use crate::experiment::{Metric, Study, threads_text};
+use crate::files;
 use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
-use crate::files::{self, FileExperiment};
 use crate::report::{Report, Row, TableCell};
 use crate::workload::iozone::Operation;
 use original::PublishedResults;
@@ -93,31 +93,25 @@ impl Case {
     }
 }
 
-/// Measures reads and writes of files by many concurrent workers. Returns the report.
+/// Measures reads and writes of files by many concurrent workers. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::CannotRun`] if mounting is not permitted.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.files.common;
     let mounter = Mounter::new(options.files.dir.as_deref())?;
     let known: &[FileSystem] =
         if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT] };
-    let mut report = Report::new("iozone", common.json);
     let ready = report.with_gaps(mounter.select(&common.only, known)?);
     let cases = cases(options);
     let total = options.total.unwrap_or(common.quick_or_full(TOTAL_BYTES));
     child::touch_beforehand((total >> 20) * 5 / 4 + 64)?;
-    let plan = FileExperiment {
-        cases: &cases,
-        rounds: common.rounds(),
-        size_bytes: 2 * total + (512 << 20),
-        metrics: &Operation::ALL.map(Operation::metric),
-        arguments: &|case| arguments(options, total, case),
-        limit: Duration::from_secs(900),
-    };
-    let mut study = Study::new(&mut report, Case::name);
-    plan.measure(&mounter, &ready, &mut study)?;
+    let mut study = Study::new(report, Case::name);
+    let metrics = Operation::ALL.map(Operation::metric);
+    let sizes = (2 * total + (512 << 20), Duration::from_secs(900));
+    let turns = (&cases[..], common.rounds());
+    files::measure((&mut study, &mounter), turns, &ready, &metrics, sizes, |case| arguments(options, total, case))?;
     let original = PublishedResults::load();
     for mode in [Mode::Mapped, Mode::ReadWrite] {
         let cases: Vec<Case> = cases.iter().copied().filter(|case| case.mode == mode).collect();
@@ -129,7 +123,7 @@ pub fn run(options: &Options) -> Result<Report> {
         true => verdicts::add_cache_verdicts(study.report, &study.samples, &cases),
         false => verdicts::add_verdicts(study.report, &study.samples, &cases),
     }
-    Ok(report)
+    Ok(())
 }
 
 fn cases(options: &Options) -> Vec<Case> {

@@ -132,16 +132,15 @@ fn largest_depth(cases: &[Case]) -> u64 {
     cases.iter().map(|case| case.depth).max().unwrap_or(0)
 }
 
-/// Measures large transfers between a file and memory. Returns the report.
+/// Measures large transfers between a file and memory. Adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if wrong bytes were read; [`crate::error::Error::CannotRun`] for an unknown
 /// subject, or without a file.
-pub fn run(options: &Options) -> Result<Report> {
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let mut report = Report::new("orion", common.json);
-    let subjects = fio::available_subjects(common, &SUBJECTS, &mut report)?;
+    let subjects = fio::available_subjects(common, &SUBJECTS, report)?;
     let target = options.place.open_or_make(options.file_mib())?;
     if !target.has_pattern {
         report.add_note("the file's content is unknown, so reads are not compared");
@@ -154,12 +153,12 @@ pub fn run(options: &Options) -> Result<Report> {
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
         report.add_note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
-    let mut study = Study::new(&mut report, |case: &Case| case.name());
+    let mut study = Study::new(report, |case: &Case| case.name());
     measure_cases(options, &mut study, &cases, &subjects, &target)?;
     add_rows(&mut study, &cases, &subjects);
     original::add_rows(study.report);
     verdicts::add_verdicts(&mut study, &cases);
-    Ok(report)
+    Ok(())
 }
 
 fn measure_cases(

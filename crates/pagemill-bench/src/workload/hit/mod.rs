@@ -89,11 +89,8 @@ pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
-        Subject::Huge => {
-            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Huge))
-        }
-        Subject::Dense => {
-            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, page_cache::FolioKind::Dense))
+        kind @ (Subject::Huge | Subject::Dense) => {
+            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, kind))
         }
         Subject::Memcpy => measure_store(arguments, pages, || plain::Memory::new(pages)),
         Subject::Frames => measure_store(arguments, pages, || plain::Frames::new(pages)),

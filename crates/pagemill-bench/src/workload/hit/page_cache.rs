@@ -5,19 +5,12 @@ use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy, Writeback};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
 
-use super::{PageStore, Record, for_all_records, resident_bytes};
+use super::{PageStore, Record, Subject, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
-
-/// The kind of folio in which the pages of a file must lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FolioKind {
-    Huge,
-    Dense,
-}
 
 /// A file in a page cache, with all its pages resident.
 pub struct CachedFile {
@@ -52,15 +45,16 @@ pub fn cache_of(
 }
 
 impl CachedFile {
-    /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind.
-    pub fn new(pages: usize, folios: FolioKind) -> Result<Self, Failure> {
+    /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind, huge or dense.
+    pub fn new(pages: usize, folios: Subject) -> Result<Self, Failure> {
+        let is_huge = folios == Subject::Huge;
         let bytes = (pages * RECORD_BYTES) as u64;
-        let policy: Box<dyn Policy> = if folios == FolioKind::Huge { Box::new(Always) } else { Box::new(Never) };
+        let policy: Box<dyn Policy> = if is_huge { Box::new(Always) } else { Box::new(Never) };
         let cache = cache(bytes + SPARE_BYTES, policy, true)?;
         let file = cache.create()?;
         for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();
-        let expected = if folios == FolioKind::Huge { (bytes, 0) } else { (0, bytes) };
+        let expected = if is_huge { (bytes, 0) } else { (0, bytes) };
         if (usage.huge, usage.small) != expected {
             return Err(format!("{folios:?}: the file lies elsewhere: {usage:?}").into());
         }
