@@ -18,6 +18,17 @@ pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
     /// Whether this writer retired a node. If so, dropping the writer calls [`Nodes::collect`].
     has_retired: Cell<bool>,
+    /// The leaf in which this writer last looked for a slot, so that the next entry in it needs no descent: the leaf's
+    /// first index divided by [`SLOTS`](word::SLOTS), and its number.
+    leaf: Cell<Option<(u64, u32)>>,
+}
+
+/// What a stored entry replaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Replaced {
+    /// Empty slots, which have no marks.
+    Nothing,
+    Entries,
 }
 
 /// The position of an entry in the tree: its slots in one node.
@@ -34,12 +45,12 @@ impl<N: Nodes> XArray<N> {
     /// short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
-        Writer { array: self, has_retired: Cell::new(false) }
+        Writer { array: self, has_retired: Cell::new(false), leaf: Cell::new(None) }
     }
 
     /// As [`XArray::lock`], but returns `None` if another thread holds the lock.
     pub fn try_lock(&self) -> Option<Writer<'_, N>> {
-        self.lock.try_acquire().then(|| Writer { array: self, has_retired: Cell::new(false) })
+        self.lock.try_acquire().then(|| Writer { array: self, has_retired: Cell::new(false), leaf: Cell::new(None) })
     }
 }
 
@@ -65,9 +76,11 @@ impl<N: Nodes> Writer<'_, N> {
             return self.set_root_marks(0);
         }
         let (number, slot) = self.slot_for_entry(index, order, stock);
-        self.write_entry(number, slot, word);
-        let node = self.node(number);
-        self.remove_marks(number, mask_of(slot, word.slots(node.shift())));
+        let mask = mask_of(slot, word.slots(self.node(number).shift()));
+        if self.write_entry(number, slot, word) == Replaced::Entries {
+            self.remove_marks(number, mask);
+        }
+        debug_assert!(self.node(number).marks.iter().all(|marks| marks.load(Relaxed) & mask == 0));
     }
 
     /// Returns the entry that covers the index; `None` if no entry covers it.
@@ -77,7 +90,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
     pub fn next(&self, from: u64, to: u64) -> Option<Found> {
-        self.array.next_locked(from, to)
+        if from == to { self.get(from) } else { self.array.next_locked(from, to) }
     }
 
     /// Changes the value of the entry that covers the index, with one store. The order and the marks of the entry stay.
@@ -131,7 +144,18 @@ impl<N: Nodes> Writer<'_, N> {
         while word.is_node() && word.shift() > lowest {
             word = self.node(word.number()).slots[word::slot_of(first, word.shift())].load_relaxed();
         }
-        word.is_node() && word.shift() == lowest
+        let has_node = word.is_node() && word.shift() == lowest;
+        if has_node {
+            self.note_leaf(first, lowest, word.number());
+        }
+        has_node
+    }
+
+    /// Remembers the node with this number, which has the slots for entries at `index`, if it is a leaf.
+    fn note_leaf(&self, index: u64, shift: u32, number: u32) {
+        if shift == 0 {
+            self.leaf.set(Some((index >> SLOT_BITS, number)));
+        }
     }
 
     /// Returns the node and the slot for an entry of this order at `index`. Creates the missing nodes on the path to
@@ -139,10 +163,17 @@ impl<N: Nodes> Writer<'_, N> {
     pub(super) fn slot_for_entry(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
         assert!(stock.comes_from(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
+        if let Some((first, number)) = self.leaf.get()
+            && lowest == 0
+            && first == index >> SLOT_BITS
+        {
+            return (number, word::slot_of(index, 0));
+        }
         let mut word = self.grow(word::last_index_of(index, order), lowest, stock);
         loop {
             let slot = word::slot_of(index, word.shift());
             if word.shift() == lowest {
+                self.note_leaf(index, lowest, word.number());
                 return (word.number(), slot);
             }
             let below = self.node(word.number()).slots[slot].load_relaxed();
@@ -212,8 +243,8 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Stores an entry into the slots of node `number`, beginning with slot `first`. Retires the nodes that the entry
-    /// replaces.
-    pub(super) fn write_entry(&self, number: u32, first: usize, word: IndexWord) {
+    /// replaces. Returns what the entry replaces.
+    pub(super) fn write_entry(&self, number: u32, first: usize, word: IndexWord) -> Replaced {
         let node = self.node(number);
         let count = word.slots(node.shift());
         let old = node.slots[first].load_relaxed();
@@ -222,7 +253,8 @@ impl<N: Nodes> Writer<'_, N> {
         let is_empty = |slot: &slots::IndexSlot| slot.load_relaxed().is_empty();
         if node.slots[first..first + count].iter().all(is_empty) {
             slots::insert_entry(&node.slots, first, count, word);
-            return node.set_used_slots(node.used_slots() + count);
+            node.set_used_slots(node.used_slots() + count);
+            return Replaced::Nothing;
         }
         slots::overwrite_entries(&node.slots, first, count, word, |old| {
             if old.is_empty() {
@@ -231,6 +263,7 @@ impl<N: Nodes> Writer<'_, N> {
                 self.retire_tree(old.number());
             }
         });
+        Replaced::Entries
     }
 
     /// Retires an unlinked node with this number, and all nodes below it.
@@ -242,6 +275,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Retires an unlinked node with this number, but not the nodes below it.
     pub(super) fn retire_node(&self, number: u32) {
+        self.leaf.set(None);
         self.node(number).mark_dead();
         self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
         self.array.nodes.retire(number);

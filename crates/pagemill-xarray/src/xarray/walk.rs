@@ -143,7 +143,10 @@ impl<N: Nodes> XArray<N> {
     }
 
     /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
-    pub fn next(&self, from: u64, to: u64, _guard: &Guard) -> Option<Found> {
+    pub fn next(&self, from: u64, to: u64, guard: &Guard) -> Option<Found> {
+        if from == to {
+            return self.load(from, guard);
+        }
         self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
