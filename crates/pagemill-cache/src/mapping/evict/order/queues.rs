@@ -151,35 +151,40 @@ impl Links {
 }
 
 /// All queues of an eviction order, which are changed under the order's lock.
-pub(super) struct Queues([QueueEnds; ALL_QUEUES.len()]);
+pub(super) struct Queues {
+    ends: [QueueEnds; ALL_QUEUES.len()],
+    /// Number of pages in all queues.
+    total_pages: u64,
+}
 
 impl Queues {
     pub const fn new() -> Self {
-        Self([QueueEnds { oldest: END_OF_QUEUE, newest: END_OF_QUEUE, pages: 0 }; ALL_QUEUES.len()])
+        let empty = QueueEnds { oldest: END_OF_QUEUE, newest: END_OF_QUEUE, pages: 0 };
+        Self { ends: [empty; ALL_QUEUES.len()], total_pages: 0 }
     }
 
     pub fn pages(&self, queue: Queue) -> u64 {
-        self.0[queue as usize].pages
+        self.ends[queue as usize].pages
     }
 
     /// Returns the number of pages in all queues.
     pub fn total(&self) -> u64 {
-        self.0.iter().map(|ends| ends.pages).sum()
+        self.total_pages
     }
 
     pub fn is_empty(&self, queue: Queue) -> bool {
-        self.0[queue as usize].oldest == END_OF_QUEUE
+        self.ends[queue as usize].oldest == END_OF_QUEUE
     }
 
     /// Returns the first page of the folio that [`Queues::pop`] would remove.
     pub fn oldest(&self, queue: Queue) -> Option<u32> {
-        let oldest = self.0[queue as usize].oldest;
+        let oldest = self.ends[queue as usize].oldest;
         (oldest != END_OF_QUEUE).then_some(oldest)
     }
 
     /// Returns whether at least two folios are linked in the queue.
     pub fn has_several(&self, queue: Queue) -> bool {
-        let ends = self.0[queue as usize];
+        let ends = self.ends[queue as usize];
         ends.oldest != ends.newest
     }
 
@@ -188,11 +193,12 @@ impl Queues {
     pub fn push(&mut self, links: &Links, number: u32, order: u8, queue: Queue) {
         let old = links.get(number);
         if let Some(linked_queue) = old.queue() {
-            let ends = &mut self.0[linked_queue as usize];
+            let ends = &mut self.ends[linked_queue as usize];
             ends.pages = ends.pages - (1 << old.order()) + (1 << order);
+            self.total_pages = self.total_pages - (1 << old.order()) + (1 << order);
             return links.set(number, old.renewed(order, linked_queue, queue));
         }
-        let ends = &mut self.0[queue as usize];
+        let ends = &mut self.ends[queue as usize];
         debug_assert!((ends.oldest == END_OF_QUEUE) == (ends.newest == END_OF_QUEUE), "a queue has both ends or none");
         debug_assert!(ends.oldest != END_OF_QUEUE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link::new(END_OF_QUEUE, order, queue));
@@ -203,11 +209,12 @@ impl Queues {
         }
         ends.newest = number;
         ends.pages += 1 << order;
+        self.total_pages += 1 << order;
     }
 
     /// Removes the oldest folio from a queue.
     pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<PoppedFolio> {
-        let ends = &mut self.0[queue as usize];
+        let ends = &mut self.ends[queue as usize];
         let number = ends.oldest;
         if number == END_OF_QUEUE {
             return None;
@@ -219,6 +226,7 @@ impl Queues {
             ends.newest = END_OF_QUEUE;
         }
         ends.pages -= 1 << link.order();
+        self.total_pages -= 1 << link.order();
         debug_assert!(ends.oldest != END_OF_QUEUE || ends.pages == 0, "an empty queue has no pages");
         links.set(number, Link(0));
         Some(PoppedFolio { number, order: link.order(), target: link.target() })
@@ -229,8 +237,9 @@ impl Queues {
     pub fn shrink_to_page(&mut self, links: &Links, number: u32) -> Option<Queue> {
         let old = links.get(number);
         let queue = old.queue()?;
-        debug_assert!(self.0[queue as usize].pages >= 1 << old.order(), "the queue counts the folio");
-        self.0[queue as usize].pages -= (1 << old.order()) - 1;
+        debug_assert!(self.ends[queue as usize].pages >= 1 << old.order(), "the queue counts the folio");
+        self.ends[queue as usize].pages -= (1 << old.order()) - 1;
+        self.total_pages -= (1 << old.order()) - 1;
         let small = Link::new(old.next(), 0, queue);
         links.set(number, old.target().map_or(small, |target| small.renewed(0, queue, target)));
         Some(queue)
@@ -272,6 +281,7 @@ mod tests {
                 let pages = model[queue as usize].iter().map(|(_, order, _)| 1 << order).sum::<u64>();
                 assert_eq!((queues.pages(queue), queues.is_empty(queue)), (pages, pages == 0));
             }
+            assert_eq!(queues.total(), ALL_QUEUES.iter().map(|queue| queues.pages(*queue)).sum::<u64>());
         }
     }
 }
