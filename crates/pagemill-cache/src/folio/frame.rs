@@ -50,9 +50,11 @@ impl Frame {
         Owner { id: (word >> INDEX_BITS) as u32, index: word & Owner::MAX_INDEX }
     }
 
-    /// Returns whether the folio that begins at this frame belongs to `owner`.
+    /// Returns whether the folio of 2^`order` pages that begins at this frame has the page with this owner. Valid only if
+    /// that folio is live or frozen.
     #[inline]
-    pub fn is_of(&self, owner: Owner) -> bool {
-        self.owner.load(Relaxed) == owner.pack()
+    pub fn has_page(&self, page: Owner, order: u8) -> bool {
+        // A folio is aligned to its length in the file, so that its pages differ in the lowest bits of the index only.
+        (self.owner.load(Relaxed) ^ page.pack()) >> order == 0
     }
 }

@@ -228,8 +228,8 @@ impl Pool {
         self.frames.get(number as usize)
     }
 
-    /// Returns the frame of the page with this number, or `None` if the pool has no such page yet. The number need not
-    /// be valid.
+    /// Returns the frame of the page with this number, or `None` if the pool has no such page yet, or belongs to the
+    /// parent of this fork child. The number need not be valid.
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
         // SAFETY: `opened_pages` is raised only after the frames below it are committed, so this frame is in the table.
@@ -255,10 +255,16 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
-    /// Returns the number of the page that begins at an address of the pool.
-    pub fn number_at(&self, addr: usize) -> u32 {
-        debug_assert!(addr >= self.base && ((addr - self.base) as u64) < self.max_bytes(), "the page is in the pool");
-        ((addr - self.base) >> self.page_shift) as u32
+    /// In a fork child, whose parent's memory may not be mapped: [`Pool::frame_if_any`] returns no frame any more.
+    pub fn begin_child(&self) {
+        self.opened_pages.store(0, Relaxed);
+    }
+
+    /// Returns the number of the page that a frame of this pool describes.
+    pub fn number_of(&self, frame: &Frame) -> u32 {
+        let bytes = std::ptr::from_ref(frame).addr() - self.frames.start().addr();
+        debug_assert!(bytes.is_multiple_of(size_of::<Frame>()), "the frame is in the table");
+        (bytes / size_of::<Frame>()) as u32
     }
 
     /// Sets whether chunks that become resident later use huge pages.
@@ -563,6 +569,13 @@ impl Pool {
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.chunk_bytes);
+        // A word needs no call of the C library.
+        #[cfg(not(shuttle))]
+        if let Ok(word) = <&mut [u8; 8]>::try_from(&mut *to) {
+            // SAFETY: as for the copy below.
+            *word = unsafe { bytes::read_u64((self.addr(number) + at) as *const u8) }.to_le_bytes();
+            return;
+        }
         // SAFETY: mapped by invariant 1. A number comes from an index or a guard. Only chunks without a page in an
         // index or under a guard lose their memory. A copy that races with the loss reads zeros and is discarded. `to`
         // belongs to the caller.

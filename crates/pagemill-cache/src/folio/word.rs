@@ -80,8 +80,8 @@ const VERSION_SHIFT: u32 = 32;
 /// freeze then frees the folio.
 const REMOVED_PINS: u32 = 1;
 
-/// Maximum number of pins of a folio.
-pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
+/// Maximum number of pins of a folio. At this number the upper bit of the pin count is set.
+pub(crate) const MAX_PINS: u32 = (PIN_MASK as u32).div_ceil(2);
 
 /// Why a folio was fetched although no call waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -231,7 +231,8 @@ impl Word {
     pub fn pin(&self) -> Result<State, State> {
         let mut seen = self.load();
         loop {
-            if !seen.is_live() || seen.pins() == MAX_PINS {
+            // One test of two fields: the folio is live, and has fewer than `MAX_PINS` pins.
+            if seen.0 & (KIND_MASK | u64::from(MAX_PINS) << PIN_SHIFT) != Kind::Live as u64 {
                 return Err(seen);
             }
             match self.0.compare_exchange_weak(seen.0, seen.0 + ONE_PIN, Acquire, Relaxed) {

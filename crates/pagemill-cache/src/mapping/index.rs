@@ -32,33 +32,51 @@ impl File {
     }
 
     /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn try_pin_page(&self, index: u64) -> Option<(Place, &'static Frame)> {
-        let (found, frame) = self.hint(index)?;
-        let state = frame.word.pin().ok()?;
+        self.try_pin_number(self.tree.hint(index)?.value, index)
+    }
+
+    /// Pins the folio that begins at page `number` of the pool, if it has page `index` of this file. The number may be
+    /// wrong.
+    ///
+    /// Inlined with the creation of the guard, so that the guard stays in registers. A guard that is stored, and loaded
+    /// by an instruction of another width, would stop the processor until all earlier instructions have completed. Then
+    /// the cache misses of several pins could not overlap: one pin would take three times as long.
+    #[inline(always)]
+    pub(crate) fn try_pin_number(&self, number: u64, index: u64) -> Option<(Place, &'static Frame)> {
+        let frame: &'static Frame = self.pool.frame_if_any(number)?;
+        let order = frame.word.pin().ok()?.order();
+        let place = Place { number: number as u32, first: index >> order << order, order };
         // A pinned folio keeps its owner.
-        if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
-            if self.store.is_some() && frame.word.note_use() {
-                self.note_first_use(frame, self.offset_of(index), 1);
-            }
-            let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
+        if self.has_page_in(frame, index, order) {
+            self.note_use(frame, self.offset_of(index), 1);
             return Some((place, frame));
         }
-        self.cache.unpin(found.value as u32);
+        self.cache.unpin(place.number);
         None
     }
 
     /// Returns the entry of a page and its frame, without a lock or an epoch. Both may be outdated.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn hint(&self, index: u64) -> Option<(Found, &'static Frame)> {
         let found = self.tree.hint(index)?;
         Some((found, self.pool.frame_if_any(found.value)?))
     }
 
-    /// Returns whether a live folio is the one of this file that begins at page `first`.
+    /// Returns whether a page has a folio. May return false for a page that has one, if another thread changes the index
+    /// or the folio. Needs no epoch.
+    pub(crate) fn seems_present(&self, index: u64) -> bool {
+        self.hint(index).is_some_and(|(_, frame)| {
+            let state = frame.word.load();
+            state.is_readable() && self.has_page_in(frame, index, state.order())
+        })
+    }
+
+    /// Returns whether the live or frozen folio of 2^`order` pages that begins at a frame has page `index` of this file.
     #[inline]
-    pub(crate) fn is_of(&self, frame: &Frame, first: u64) -> bool {
-        frame.is_of(Owner { id: self.id, index: first })
+    pub(crate) fn has_page_in(&self, frame: &Frame, index: u64, order: u8) -> bool {
+        frame.has_page(Owner { id: self.id, index }, order)
     }
 
     /// Records a use of a folio for eviction, by an access to bytes of it. The first use of a folio that was read ahead

@@ -74,6 +74,7 @@ impl Part for Caches {
     unsafe fn begin_child(&self) {
         // SAFETY: the caller's promise.
         unsafe { epoch::begin_child() };
+        self.pools().for_each(|pool| pool.begin_child());
         self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();
         self.flusher.is_running.store(false, SeqCst);

@@ -246,7 +246,7 @@ impl Queue {
 
     /// Reserves the page and submits its read. Returns whether the page is in memory already.
     fn request(&mut self, mut page: Pending) -> Result<bool> {
-        if page.file.has_page(page.index) {
+        if page.file.seems_present(page.index) {
             return Ok(true);
         }
         // After a long wait, the request cancels the requests of other queues.
@@ -270,20 +270,19 @@ impl Queue {
 
     /// Submits the read of a folio. Returns whether the page is in memory already.
     fn submit(&mut self, mut folio: Unpublished) -> Result<bool> {
-        let (file, offset) = (folio.file.clone(), folio.offset());
-        let Some(store) = file.store.as_ref().filter(|_| folio.needs_store()) else {
+        let Some(store) = folio.file.store.as_ref().filter(|_| folio.needs_store()) else {
             return self.publish(folio);
         };
         let Some(system_file) = store.as_file() else {
             if store.is_asynchronous() {
-                let waker = self.waker()?;
-                self.completions.get_or_insert_with(|| Completions::new(waker)).submit(&**store, folio);
+                let (store, waker) = (store.clone(), self.waker()?);
+                self.completions.get_or_insert_with(|| Completions::new(waker)).submit(&*store, folio);
                 return Ok(false);
             }
             folio.fill_from_store()?;
             return self.publish(folio);
         };
-        let id = self.attach(&file, system_file)?;
+        let (id, offset) = (self.attach(&folio.file, system_file)?, folio.offset());
         if self.ring.in_flight() % SUBMIT_BATCH == SUBMIT_BATCH - 1 {
             self.ring.submit().map_err(Error::system(READING))?;
         }

@@ -1,7 +1,5 @@
 //! Hints: a caller remembers where it found a page, so that the next access skips the file's index.
 
-use crate::folio::Frame;
-use crate::mapping::index::Place;
 use crate::mapping::{File, Mapping, Pin};
 use pagemill_core::error::Result;
 
@@ -47,7 +45,7 @@ impl Mapping {
     /// # Errors
     ///
     /// See [`Mapping::pin`]. The hint stays as it is.
-    #[inline]
+    #[inline(always)]
     pub fn pin_hinted(&self, hint: &mut FolioHint, offset: u64) -> Result<Pin<'_>> {
         match self.0.try_pin_hinted(*hint, offset) {
             Some(pin) => Ok(pin),
@@ -69,7 +67,7 @@ impl Mapping {
     /// # Errors
     ///
     /// See [`Mapping::read_at`]. The hint stays as it is.
-    #[inline]
+    #[inline(always)]
     pub fn read_at_hinted(&self, hint: &mut FolioHint, to: &mut [u8], offset: u64) -> Result<usize> {
         if self.0.try_read_hinted(*hint, to, offset) {
             return Ok(to.len());
@@ -85,42 +83,31 @@ impl Mapping {
 impl File {
     /// Pins the folio of a hint if that folio has the byte at `offset`. Returns `None` if the hint is wrong, or if the
     /// slow path is needed.
-    #[inline]
+    #[inline(always)]
     fn try_pin_hinted(&self, hint: FolioHint, offset: u64) -> Option<Pin<'_>> {
-        if offset >= self.size_bytes() || self.pool.generation() != self.generation {
+        if offset >= self.size_bytes() {
             return None;
         }
-        let frame: &'static Frame = self.pool.frame_if_any(u64::from(hint.number))?;
-        let state = frame.word.pin().ok()?;
-        // A pinned folio keeps its owner.
-        let (owner, index) = (frame.owner(), self.index_of(offset));
-        if owner.id == self.id && index.wrapping_sub(owner.index) >> state.order() == 0 {
-            self.note_use(frame, offset, 1);
-            let place = Place { number: hint.number, first: owner.index, order: state.order() };
-            return Some(self.guard(place, frame, offset));
-        }
-        self.cache.unpin(hint.number);
-        None
+        let (place, frame) = self.try_pin_number(u64::from(hint.number), self.index_of(offset))?;
+        Some(self.guard(place, frame, offset))
     }
 
     /// Fills `to` from the folio of a hint. Returns false, with `to` unchanged or zero, if the hint is wrong, if another
     /// thread changes the folio, or if the folio or the file ends before `to` is full.
-    #[inline]
+    #[inline(always)]
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
         let is_inside = offset.checked_add(to.len() as u64).is_some_and(|end| end <= self.size_bytes());
-        if to.is_empty() || !is_inside || self.pool.generation() != self.generation {
+        if to.is_empty() || !is_inside {
             return false;
         }
         let Some(frame) = self.pool.frame_if_any(u64::from(hint.number)) else { return false };
         let seen = frame.word.load();
-        let owner = frame.owner();
-        let pages_before = self.index_of(offset).wrapping_sub(owner.index);
+        let folio_bytes = 1 << (self.pool.page_shift + u32::from(seen.order()));
+        // Folios are aligned to their length in the file.
+        let at = offset as usize % folio_bytes;
+        let is_right = self.has_page_in(frame, self.index_of(offset), seen.order()) && to.len() <= folio_bytes - at;
         // Only live folios: a frozen one may have left the file's index already.
-        if !seen.is_live() || owner.id != self.id || pages_before >> seen.order() != 0 {
-            return false;
-        }
-        let at = (offset - self.offset_of(owner.index)) as usize;
-        if to.len() > self.cache.folio_bytes(seen.order()) as usize - at {
+        if !seen.is_live() || !is_right {
             return false;
         }
         let is_valid = self.try_copy(hint.number, frame, seen, at, to);

@@ -41,8 +41,6 @@ pub struct Pin<'file> {
     frame: &'static Frame,
     /// Address of the pin's first byte.
     addr: usize,
-    /// Offset of the pin's first byte in the folio.
-    at: u32,
     /// Length from the pin's first byte to the end of the folio.
     len_bytes: u32,
 }
@@ -85,7 +83,7 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::PastEnd`] at or past the end of the file; else see [`Mapping::write_at`].
-    #[inline]
+    #[inline(always)]
     pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(pin),
@@ -98,7 +96,7 @@ impl Mapping {
     /// # Errors
     ///
     /// See [`Mapping::pin`].
-    #[inline]
+    #[inline(always)]
     pub fn pin_present(&self, offset: u64) -> Result<Option<Pin<'_>>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(Some(pin)),
@@ -113,7 +111,7 @@ impl Mapping {
     /// # Errors
     ///
     /// See [`Mapping::pin`]. No folio stays pinned after an error.
-    #[inline]
+    #[inline(always)]
     pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
         if let Some(first) = self.0.try_pin(offset) {
             // Fast path: one folio covers the whole range.
@@ -178,9 +176,9 @@ impl File {
     }
 
     /// Pins the folio that a lock-free lookup finds. Returns `None` if the slow path is needed.
-    #[inline]
+    #[inline(always)]
     fn try_pin(&self, offset: u64) -> Option<Pin<'_>> {
-        if offset >= self.size_bytes() || self.pool.generation() != self.generation {
+        if offset >= self.size_bytes() {
             return None;
         }
         let (place, frame) = self.try_pin_page(self.index_of(offset))?;
@@ -241,12 +239,13 @@ impl File {
 
     /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing the guard and
     /// loading it again would cost as much as the rest of a pin.
-    #[inline]
+    #[inline(always)]
     pub(super) fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
-        let page_shift = self.pool.page_shift;
-        let at = (offset - (place.first << page_shift)) as u32;
-        let len_bytes = (1 << (page_shift + u32::from(place.order))) - at;
-        Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
+        let folio_bytes = 1 << (self.pool.page_shift + u32::from(place.order));
+        // Folios are aligned to their length in the file.
+        let at = offset % folio_bytes;
+        let addr = self.pool.addr(place.number) + at as usize;
+        Pin { file: self, frame, addr, len_bytes: (folio_bytes - at) as u32 }
     }
 
     /// Ends an exclusive hold of a folio that was not changed. Frees the folio if it was removed from the file
@@ -285,7 +284,7 @@ impl Pin<'_> {
     /// If the range exceeds [`Pin::len_bytes`].
     pub fn read_at(&self, to: &mut [u8], at: usize) {
         self.check(at, to.len());
-        self.file.pool.copy_out(self.number(), self.at as usize + at, to);
+        self.file.pool.copy_out(self.number(), self.at() + at, to);
     }
 
     /// Copies `from` into the folio, starting `at` bytes behind the pin's first byte. The range must not exceed the end
@@ -305,7 +304,7 @@ impl Pin<'_> {
         // Bytes behind the end must read zero when the file grows, so writes stop at the end. The gate prevents that
         // the file shrinks meanwhile.
         let _gate = self.file.gate.shared();
-        let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
+        let begin = self.file.offset_of(self.frame.owner().index) + self.at() as u64;
         let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {
             return Err(Error::PastEnd { offset: end - 1, size_bytes });
@@ -317,7 +316,7 @@ impl Pin<'_> {
         if !state.is_dirty() {
             self.file.make_dirty(&self.place());
         }
-        self.file.pool.copy_in(self.number(), self.at as usize + at, from);
+        self.file.pool.copy_in(self.number(), self.at() + at, from);
         Ok(())
     }
 
@@ -366,7 +365,12 @@ impl Pin<'_> {
 
     /// Returns the number of the folio's first page.
     pub(super) fn number(&self) -> u32 {
-        self.file.pool.number_at(self.addr - self.at as usize)
+        self.file.pool.number_of(self.frame)
+    }
+
+    /// Returns the offset of the pin's first byte in the folio.
+    fn at(&self) -> usize {
+        self.addr - self.file.pool.addr(self.number())
     }
 
     /// Panics if the range lies outside of the pinned bytes.

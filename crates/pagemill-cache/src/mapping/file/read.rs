@@ -54,7 +54,10 @@ impl File {
             // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
             mem::prefetch(self.pool.addr(number) + at);
             let seen = frame.word.load();
-            if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
+            if seen.is_readable()
+                && u32::from(seen.order()) == found.order
+                && self.has_page_in(frame, index, seen.order())
+            {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
                 if self.try_copy(number, frame, seen, at, &mut to[..len]) {
                     self.note_use(frame, offset, to.len());
