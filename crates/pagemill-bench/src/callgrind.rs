@@ -6,15 +6,20 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
+use crate::experiment::not_measured;
+use crate::report::{Bound, Verdict};
+use crate::stats::Estimate;
 
 /// Number of operations of a workload in its first run under valgrind; its second run makes twice as many.
 const COUNTED_OPERATIONS: u64 = 100_000;
 
-/// Metric: number of instructions that a workload executes per pair of allocation and free.
-pub const INSTRUCTIONS: &str = "instructions_per_pair";
+/// Metric: instructions of one operation.
+pub const INSTRUCTIONS: &str = "instructions";
+/// Metric: instructions of one allocation and one free.
+pub const INSTRUCTIONS_PER_PAIR: &str = "instructions_per_pair";
 
-/// Counts the instructions that a workload executes per operation ([`INSTRUCTIONS`]). `add_arguments` adds the workload's
-/// arguments and environment for a run with the given number of operations.
+/// Counts the instructions that a workload executes per operation, as the value of `metric`. `add_arguments` adds the
+/// workload's arguments and environment for a run with the given number of operations.
 ///
 /// Runs the workload twice, the second time with twice as many operations. The difference of the two counts excludes
 /// startup and exit.
@@ -22,7 +27,7 @@ pub const INSTRUCTIONS: &str = "instructions_per_pair";
 /// # Errors
 ///
 /// [`Error::Gap`] if nothing was counted; otherwise as [`child::classify`].
-pub fn count_instructions(name: &str, add_arguments: impl Fn(&mut Command, u64)) -> Result<Outcome> {
+pub fn count_instructions(name: &str, metric: &str, add_arguments: impl Fn(&mut Command, u64)) -> Result<Outcome> {
     let gap = |why: &str| Error::Gap(format!("instructions, {name}: {why}"));
     let mut counts = [0; 2];
     for (count, operations) in counts.iter_mut().zip([COUNTED_OPERATIONS, 2 * COUNTED_OPERATIONS]) {
@@ -42,7 +47,17 @@ pub fn count_instructions(name: &str, add_arguments: impl Fn(&mut Command, u64))
     }
     let [once, twice] = counts;
     let count = twice.saturating_sub(once) as f64 / COUNTED_OPERATIONS as f64;
-    Ok(Outcome::Measured(serde_json::json!({ INSTRUCTIONS: count })))
+    Ok(Outcome::Measured(serde_json::json!({ metric: count })))
+}
+
+/// Judges the number of instructions that an operation takes more than the baseline's. Counts are exact, so the interval
+/// has zero width.
+pub fn judge_added(operation: String, budget: f64, own: f64, (baseline, base): (&str, f64)) -> Verdict {
+    Verdict {
+        estimate: Some(Estimate::exact(own - base, usize::MAX)),
+        baseline: baseline.to_owned(),
+        ..not_measured(format!("{operation}: instructions more"), Bound::AtMost(budget), "instructions", "")
+    }
 }
 
 /// Parses the instruction count in the last lines of callgrind's output, such as `==7== Collected : 123456`.

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use crate::callgrind::{self, INSTRUCTIONS};
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{CommonOptions, Metric, Named, Study, threads_text};
@@ -121,6 +122,9 @@ pub struct Options {
     /// Number of small files in the last part (default 100000, with --quick 10000)
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     pub files: Option<u64>,
+    /// Also count the instructions of a hit, a pin and a read with a hint with valgrind
+    #[arg(long)]
+    pub callgrind: bool,
 }
 
 /// Number of threads of a measurement. All of them access the same pages.
@@ -154,6 +158,55 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     add_rows(&mut study, &subjects);
     report_doubtful_measurements(&mut study, &subjects);
     add_verdicts(&mut study);
+    if options.callgrind {
+        count_instructions(common, report)?;
+    }
+    Ok(())
+}
+
+/// Operations whose instructions are counted: metric of the operation's time, name, the subject that is the baseline,
+/// and the budget: the maximum number of instructions more than the baseline.
+const INSTRUCTION_BUDGETS: [(&str, &str, &str, f64); 4] = [
+    (COPY_NS, "copy of 4 KiB", MEMCPY, 160.0),
+    (PIN_NS, "pin, read 8 bytes, unpin", FRAMES, 180.0),
+    (HINTED_NS, "pin with a hint, read 8 bytes, unpin", FRAMES, 100.0),
+    (HINTED_READ_NS, "read 8 bytes with a hint", FRAMES, 100.0),
+];
+
+/// Counts the instructions of the operations in [`INSTRUCTION_BUDGETS`]. Adds rows and verdicts to the report.
+fn count_instructions(common: &CommonOptions, report: &mut Report) -> Result<()> {
+    let wanted = common.wanted(&SUBJECTS);
+    let mut study = Study::new(report, |(_, what, ..): &(&str, &str, &str)| (*what).to_owned());
+    for (operation, what, baseline, budget) in INSTRUCTION_BUDGETS {
+        let case = (operation, what, baseline);
+        let is_counted = |subject: &&&Subject| [HUGE_FOLIOS, SMALL_FOLIOS, baseline].contains(&subject.name);
+        let subjects: Vec<&Subject> = wanted.iter().filter(is_counted).copied().collect();
+        study.measure_by_case((&[case], 1), &subjects, &[INSTRUCTIONS], |_, subject| {
+            callgrind::count_instructions(subject.name, INSTRUCTIONS, |command, operations| {
+                command.args([
+                    "__hit",
+                    "--subject",
+                    subject.argument,
+                    "--threads",
+                    "1",
+                    "--mib",
+                    "16",
+                    "--run-ms",
+                    "0",
+                ]);
+                command.args(["--operation", operation, "--operations", &operations.to_string()]);
+            })
+        })?;
+        let metric = Metric::lower(INSTRUCTIONS, "instructions").against(baseline);
+        study.rows(&case, &subjects, "instructions of one operation (callgrind)", &[(metric, "instructions")]);
+        let count = |subject| study.samples.get((&case, subject, INSTRUCTIONS)).and_then(Series::median);
+        for subject in [HUGE_FOLIOS, SMALL_FOLIOS] {
+            if let (Some(own), Some(base)) = (count(subject), count(baseline)) {
+                let verdict = callgrind::judge_added(format!("{what}, {subject}"), budget, own, (baseline, base));
+                study.report.add_verdict(verdict);
+            }
+        }
+    }
     Ok(())
 }
 

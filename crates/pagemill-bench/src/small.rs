@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use pagemill_core::units::Bytes;
 
-use crate::callgrind::{self, INSTRUCTIONS};
+use crate::callgrind::{self, INSTRUCTIONS_PER_PAIR};
 use crate::child;
 use crate::error::Result;
 use crate::experiment::{self, CommonOptions, Metric, Named, Study, not_measured};
-use crate::report::{Bound, Report, Series, Verdict};
-use crate::stats::{Better, Estimate};
+use crate::report::{Bound, Report, Series};
+use crate::stats::Better;
 use crate::subject::{self, AvailableSubject, PAGEMILL, PAGEMILL_WITHOUT_AGING};
 
 /// Sizes of the allocations in bytes.
@@ -114,8 +114,8 @@ fn count_instructions(report: &mut Report, ready: &[AvailableSubject], common: &
     let cases: Vec<Case> =
         PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, 1, *size))).collect();
     let mut study = Study::new(report, case_name);
-    study.measure_by_case((&cases, 1), ready, &[INSTRUCTIONS], |&(pattern, _, size), subject| {
-        callgrind::count_instructions(subject.name(), |command, pairs| {
+    study.measure_by_case((&cases, 1), ready, &[INSTRUCTIONS_PER_PAIR], |&(pattern, _, size), subject| {
+        callgrind::count_instructions(subject.name(), INSTRUCTIONS_PER_PAIR, |command, pairs| {
             command.args(["__small", "--pattern", pattern]);
             command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
             subject.apply(command);
@@ -124,20 +124,16 @@ fn count_instructions(report: &mut Report, ready: &[AvailableSubject], common: &
             command.env("PAGEMILL_AFTER", "0");
         })
     })?;
-    let metric = Metric::lower(INSTRUCTIONS, "instructions").against(BASELINE);
+    let metric = Metric::lower(INSTRUCTIONS_PER_PAIR, "instructions").against(BASELINE);
     for case in &cases {
         let (pattern, size) = (case.0, Bytes(case.2 as u64).to_string());
         let table = format!("{pattern}: instructions a malloc and free (callgrind)");
         study.rows(case, ready, &table, &[(metric, &size)]);
-        let count = |subject| study.samples.get((case, subject, INSTRUCTIONS)).and_then(Series::median);
+        let count = |subject| study.samples.get((case, subject, INSTRUCTIONS_PER_PAIR)).and_then(Series::median);
         if let (Some(pagemill), Some(baseline)) = (count(PAGEMILL), count(BASELINE)) {
-            let target = format!("small, {pattern}, {size}: instructions more");
-            study.report.add_verdict(Verdict {
-                // The count is exact, so the interval has zero width.
-                estimate: Some(Estimate::exact(pagemill - baseline, usize::MAX)),
-                baseline: BASELINE.to_owned(),
-                ..not_measured(target, Bound::AtMost(MAX_ADDED_INSTRUCTIONS), "instructions", "")
-            });
+            let operation = format!("small, {pattern}, {size}");
+            let verdict = callgrind::judge_added(operation, MAX_ADDED_INSTRUCTIONS, pagemill, (BASELINE, baseline));
+            study.report.add_verdict(verdict);
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::storage_subjects::StorageSubject;
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
-use crate::callgrind::{self, INSTRUCTIONS};
+use crate::callgrind::{self, INSTRUCTIONS_PER_PAIR};
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{
@@ -189,12 +189,12 @@ const VALGRIND_LIVE_OBJECTS: u64 = 20_000;
 fn count_instructions(report: &mut Report, subjects: &[StorageSubject], sizes: &[usize]) -> Result<()> {
     let shapes = patterns_and_sizes(sizes);
     let mut study = Study::new(report, |(pattern, size): &PatternAndSize| case_name(&(*pattern, *size, 1)));
-    study.measure_by_case((&shapes, 1), subjects, &[INSTRUCTIONS], |shape, subject| {
-        callgrind::count_instructions(subject.name(), |command, pairs| {
+    study.measure_by_case((&shapes, 1), subjects, &[INSTRUCTIONS_PER_PAIR], |shape, subject| {
+        callgrind::count_instructions(subject.name(), INSTRUCTIONS_PER_PAIR, |command, pairs| {
             add_arguments(subject, command, *shape, &[("--live", VALGRIND_LIVE_OBJECTS), ("--pairs", pairs)]);
         })
     })?;
-    let metric = Metric::lower(INSTRUCTIONS, "instructions").against(BASELINE);
+    let metric = Metric::lower(INSTRUCTIONS_PER_PAIR, "instructions").against(BASELINE);
     for shape in &shapes {
         let (pattern, size) = *shape;
         let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");

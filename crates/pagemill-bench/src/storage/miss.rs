@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::fio::{self, Engine, Job, Task};
 use super::target::Target;
 use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_against_best, sample};
+use crate::callgrind::{self, INSTRUCTIONS};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result};
 use crate::experiment::{CommonOptions, Metric, Named, Study, metric_names};
@@ -113,6 +114,9 @@ pub struct Options {
     /// MiB of memory for cached pages (default a sixth of the file: 256, with --quick 32)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
     pub cache_mib: Option<u64>,
+    /// Also count the instructions of a read in user space with valgrind
+    #[arg(long)]
+    pub callgrind: bool,
 }
 
 type Case = &'static str;
@@ -167,6 +171,39 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     })?;
     add_rows(&mut study, &subjects);
     add_verdicts(&mut study);
+    if options.callgrind {
+        count_instructions(report, &target)?;
+    }
+    Ok(())
+}
+
+/// Ways to read whose instructions are counted: name, words of the workload's command line, and the budget of one read.
+const INSTRUCTION_BUDGETS: [(Case, [&str; 2], f64); 3] = [
+    ("one thread", ["--threads", "1"], 6000.0),
+    ("queue of 32", ["--depth", "32"], 6000.0),
+    ("32 futures", ["--futures", "32"], 9000.0),
+];
+
+/// Counts the instructions of a read in user space, of which a sixth finds its page in the cache. Adds rows and verdicts
+/// to the report.
+fn count_instructions(report: &mut Report, target: &Target) -> Result<()> {
+    let cases = INSTRUCTION_BUDGETS.map(|(name, ..)| name);
+    let mut study = Study::new(report, |case: &Case| (*case).to_owned());
+    study.measure_by_case((&cases, 1), &["cache"], &[INSTRUCTIONS], |case, subject| {
+        let how = INSTRUCTION_BUDGETS.iter().find(|(name, ..)| name == case).map(|(_, words, _)| words);
+        let cache_mib = ((target.len_bytes / FILE_TO_CACHE_RATIO) >> 20).max(2).to_string();
+        callgrind::count_instructions(subject, INSTRUCTIONS, |command, reads| {
+            command.args(["__miss", "--run-ms", "0", "--cache-mib", &cache_mib, "--reads", &reads.to_string()]);
+            command.args(how.into_iter().flatten()).args(target.arguments());
+        })
+    })?;
+    for (case, _, budget) in INSTRUCTION_BUDGETS {
+        let metric = Metric::lower(INSTRUCTIONS, "instructions");
+        let table = "instructions of one read in user space (callgrind)";
+        study.rows(&case, &["cache"], table, &[(metric, "instructions")]);
+        let target = format!("instructions of a read, {case}");
+        study.judge_value(target, (Bound::AtMost(budget), "instructions"), (&case, "cache", INSTRUCTIONS));
+    }
     Ok(())
 }
 

@@ -50,6 +50,11 @@ crate::workload::arguments! {
     threads: usize,
     mib: usize,
     run_ms: u64,
+    // The only operation to measure, named by its metric.
+    operation: Option<String>,
+    // Make the operation this many times in one thread instead of measuring its time.
+    #[arg(requires = "operation")]
+    operations: Option<usize>,
     // The folder of the file, for subjects that use a file.
     ..place: Option<FilePlace>,
 }
@@ -116,8 +121,8 @@ fn measure_store<D: PageStore>(
     let share = proc::own_huge_bytes().unwrap_or(0) as f64 / data_bytes;
     line.insert("huge_share".to_owned(), share.min(1.0).into());
     line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
-    line.insert("copy_ns".to_owned(), mean_ns_in_threads(arguments, pages, &store, copy_random_pages)?.into());
-    let words: [(&str, bool, BatchOperation<D>); 3] = [
+    let operations: [(&str, bool, BatchOperation<D>); 4] = [
+        ("copy_ns", true, copy_random_pages),
         ("pin_ns", store.pin(0).is_some(), |store, pages, random, _, count| {
             read_random_words(pages, random, count, |page| store.pin(page))
         }),
@@ -128,8 +133,19 @@ fn measure_store<D: PageStore>(
             read_random_words(pages, random, count, |page| store.read_hinted(page))
         }),
     ];
-    for (metric, _, operation) in words.into_iter().filter(|(_, is_possible, _)| *is_possible) {
-        line.insert(metric.to_owned(), mean_ns_in_threads(arguments, pages, &store, operation)?.into());
+    let is_wanted = |metric: &str| arguments.operation.as_ref().is_none_or(|only| only == metric);
+    for (metric, _, operation) in
+        operations.into_iter().filter(|(name, is_possible, _)| *is_possible && is_wanted(name))
+    {
+        match arguments.operations {
+            Some(count) => {
+                let wrong = operation(&store, pages, &mut Rng::with_seed(1), &mut [0; RECORD_BYTES], count);
+                ensure(wrong == 0, || format!("{wrong} of {count} pages were not what was put there"))?;
+            }
+            None => {
+                line.insert(metric.to_owned(), mean_ns_in_threads(arguments, pages, &store, operation)?.into());
+            }
+        }
     }
     Ok(line.into())
 }

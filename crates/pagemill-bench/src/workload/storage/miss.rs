@@ -1,7 +1,7 @@
 //! Random reads of pages of a file that is larger than its cache. They are made by blocking threads, or by one thread
 //! with a queue.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,6 +51,9 @@ crate::workload::arguments! {
     /// Read sequentially instead of randomly
     sequential: bool,
     run_ms: u64,
+    /// Make this many reads, with one thread, instead of measuring their rate
+    #[arg(long)]
+    reads: Option<u64>,
     ..source: Source,
 }
 
@@ -194,12 +197,38 @@ pub fn run(arguments: &MissArguments) -> WorkloadResult {
     if !arguments.cold {
         cached.fill(0)?;
     }
+    if let Some(reads) = arguments.reads {
+        return make_reads(arguments, &cached, reads);
+    }
     match (arguments.threads, arguments.depth, arguments.futures) {
         (Some(threads), ..) => measure_threads(arguments, &cached, threads),
         (None, Some(depth), _) => measure_queue(arguments, &cached, depth),
         (None, None, Some(futures)) => measure_futures(arguments, &cached, futures),
         (None, None, None) => Err("neither threads, nor a depth, nor futures".into()),
     }
+}
+
+/// Makes `reads` random reads, so that their instructions can be counted. Returns no metrics.
+fn make_reads(arguments: &MissArguments, cached: &CachedSource<'_>, reads: u64) -> WorkloadResult {
+    let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, true);
+    let mut record = [0; RECORD_BYTES];
+    if let Some(depth) = arguments.depth {
+        let mut queue_loop = RequestQueue::new(cached, depth)?;
+        while queue_loop.times.count() + queue_loop.present_count < reads {
+            queue_loop.step(|| offsets.draw(), |offset| cached.check_page(&mut record, offset))?;
+        }
+        queue_loop.drain()?;
+    } else if let Some(futures) = arguments.futures {
+        let (times, begun) = (RefCell::new(Histogram::new()), Cell::new(0));
+        let next = || {
+            begun.set(begun.get() + 1);
+            read_one(cached, offsets.draw(), &times)
+        };
+        poll_until(futures, next, || begun.get() > reads)?;
+    } else {
+        (0..reads).try_for_each(|_| cached.check_page(&mut record, offsets.draw()))?;
+    }
+    Ok(Value::Object(Default::default()))
 }
 
 impl MissArguments {
