@@ -92,30 +92,12 @@ impl File {
         Some(self.guard(place, frame, offset))
     }
 
-    /// Fills `to` from the folio of a hint. Returns false, with `to` unchanged or zero, if the hint is wrong, if another
-    /// thread changes the folio, or if the folio or the file ends before `to` is full.
+    /// Fills `to` from the folio of a hint. Returns as [`File::try_read_folio`].
     #[inline(always)]
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
-        let is_inside = offset.checked_add(to.len() as u64).is_some_and(|end| end <= self.size_bytes());
-        if to.is_empty() || !is_inside {
-            return false;
-        }
         let Some(frame) = self.pool.frame_if_any(u64::from(hint.number)) else { return false };
         let seen = frame.word.load();
-        let folio_bytes = 1 << (self.pool.page_shift + u32::from(seen.order()));
-        // Folios are aligned to their length in the file.
-        let at = offset as usize % folio_bytes;
-        let is_right = self.has_page_in(frame, self.index_of(offset), seen.order()) && to.len() <= folio_bytes - at;
         // Only live folios: a frozen one may have left the file's index already.
-        if !seen.is_live() || !is_right {
-            return false;
-        }
-        let is_valid = self.try_copy(hint.number, frame, seen, at, to);
-        if is_valid {
-            self.note_use(frame, offset, to.len())
-        } else {
-            self.wipe(to)
-        }
-        is_valid
+        seen.is_live() && self.try_read_folio(hint.number, frame, seen, to, offset)
     }
 }

@@ -27,6 +27,9 @@ impl Mapping {
     /// part was read before the error, returns the length of that part. The rest of `to` is then unchanged or zero.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
+        if file.try_read(to, offset) {
+            return Ok(to.len());
+        }
         file.check(offset, to.len() as u64)?;
         let size = file.size_bytes();
         let len = (to.len() as u64).min(size.saturating_sub(offset)) as usize;
@@ -45,6 +48,44 @@ impl Mapping {
 }
 
 impl File {
+    /// Fills `to` from the folio in which the index's hint finds the first byte. Returns as [`File::try_read_folio`].
+    #[inline(always)]
+    fn try_read(&self, to: &mut [u8], offset: u64) -> bool {
+        let Some((found, frame)) = self.hint(self.index_of(offset)) else { return false };
+        // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
+        let at = offset as usize % (1 << (self.pool.page_shift + found.order));
+        mem::prefetch(self.pool.addr(found.value as u32) + at);
+        let seen = frame.word.load();
+        // While a huge folio is split, its word is frozen and has its old order. Of that folio, only the page that the
+        // index found is in the file for certain.
+        let is_current = seen.is_readable() && u32::from(seen.order()) == found.order;
+        is_current && self.try_read_folio(found.value as u32, frame, seen, to, offset)
+    }
+
+    /// Fills `to` from the folio at page `number` of the pool, whose state was `seen`. Returns false, with `to` unchanged
+    /// or zero, if this is not the folio with the byte at `offset`, if another thread changes the folio, or if the folio
+    /// or the file ends before `to` is full.
+    #[inline(always)] // a call would cost a fast read ten instructions
+    pub fn try_read_folio(&self, number: u32, frame: &Frame, seen: State, to: &mut [u8], offset: u64) -> bool {
+        let is_inside = offset.checked_add(to.len() as u64).is_some_and(|end| end <= self.size_bytes());
+        let folio_bytes = 1 << (self.pool.page_shift + u32::from(seen.order()));
+        // Folios are aligned to their length in the file.
+        let at = offset as usize % folio_bytes;
+        if to.is_empty() || !is_inside || to.len() > folio_bytes - at {
+            return false;
+        }
+        if !self.has_page_in(frame, self.index_of(offset), seen.order()) {
+            return false;
+        }
+        let is_valid = self.try_copy(number, frame, seen, at, to);
+        if is_valid {
+            self.note_use(frame, offset, to.len())
+        } else {
+            self.wipe(to)
+        }
+        is_valid
+    }
+
     /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes read.
     #[inline]
     pub(crate) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {

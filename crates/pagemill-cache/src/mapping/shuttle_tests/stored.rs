@@ -255,7 +255,7 @@ impl StoredFile {
     /// dropped.
     fn fill(&self, page: u64) {
         let file = &self.file.0;
-        if file.has_page(page) {
+        if file.seems_present(page) {
             return;
         }
         let kind = [Kind::Cancellable, Kind::CancellableTimedOut][random_below(2)];
