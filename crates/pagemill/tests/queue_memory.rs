@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // polls descriptors, forks
 
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
+use pagemill_cache::mapping::{Fetch, FolioHint, Mapping, PageCache, Policy, Queue};
 use pagemill_core::Error;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::PageSize;
@@ -253,6 +253,8 @@ fn calls_of_a_fork_child_fail() {
     if let Err(reason) = register_memory(&mut queue, &mapping, 5) {
         return println!("skipped: {reason}");
     }
+    let mut hint = FolioHint::default();
+    drop(mapping.pin_hinted(&mut hint, 0).unwrap());
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
@@ -267,6 +269,10 @@ fn calls_of_a_fork_child_fail() {
         for offset in (0..FILE_BYTES).step_by(HUGE_FOLIO_BYTES) {
             refused |= 1 - is_refused(mapping.read_at(&mut [0; PAGE_BYTES], offset as u64).map(drop));
             refused |= (1 - is_refused(mapping.pin(offset as u64).map(drop))) << 1;
+            let mut copy = hint;
+            refused |= (1 - is_refused(mapping.pin_hinted(&mut copy, offset as u64).map(drop))) << 4;
+            let read = mapping.read_at_hinted(&mut copy, &mut [0; 8], offset as u64);
+            refused |= (1 - is_refused(read.map(drop))) << 5;
             refused |= (1 - is_refused(queue.fetch(&mapping, offset as u64, 0).map(drop))) << 2;
         }
         refused |= (1 - is_refused(queue.wait(0, Duration::ZERO).map(drop))) << 3;
