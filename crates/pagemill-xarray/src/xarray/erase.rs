@@ -56,7 +56,10 @@ impl<N: Nodes> Writer<'_, N> {
             let node = self.node(number);
             let above = node.parent();
             match above {
-                0 => self.array.root.publish(IndexWord::EMPTY),
+                0 => {
+                    self.array.root.publish(IndexWord::EMPTY);
+                    self.set_root_marks(0);
+                }
                 _ => {
                     self.node(above).slots[node.offset()].publish(IndexWord::EMPTY);
                     self.node(above).set_used_slots(self.node(above).used_slots() - 1);

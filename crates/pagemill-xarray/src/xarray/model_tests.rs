@@ -216,6 +216,33 @@ impl ArrayAndModel {
         assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
     }
 
+    /// Changes the array by one writer: for each index, stores, joins and marks an entry of the order, or erases the
+    /// entry there if there is no order.
+    fn change_by_one_writer(&mut self, changes: &[(u64, Option<u32>)]) {
+        let Self { array, model, last_value } = self;
+        let mut stock = NodeStock::new(array.nodes);
+        stock.allocate_up_to(16 * 2 * changes.len() as u32).unwrap();
+        let mut writer = array.lock();
+        for (index, order) in changes {
+            let Some(order) = *order else {
+                let expected = model.entry_at(*index);
+                assert_eq!(writer.erase(*index), expected.map(|(first, entry)| found(first, entry)));
+                expected.map(|(first, _)| model.0.remove(&first));
+                continue;
+            };
+            let (first, last) = (first_index_of(*index, order), last_index_of(*index, order));
+            if model.overwrites_a_part(first, order) {
+                continue;
+            }
+            *last_value += 2;
+            writer.store(first, order, *last_value - 1, &mut stock);
+            writer.join(first, order, *last_value, &mut stock);
+            assert!(writer.set_mark(*index, Mark::B));
+            model.remove_inside(first, last);
+            model.0.insert(first, Entry { order, value: *last_value, marks: [false, true, false] });
+        }
+    }
+
     /// Checks that readers and writers find the same as the model, at `index` and in the range from `index` to `to`.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
@@ -383,6 +410,19 @@ proptest! {
         }
         pair.erase_all_and_check();
     }
+
+    /// After several changes by one writer, readers must find the same entries as in the model.
+    #[test]
+    fn one_writer_makes_several_changes(
+        changes in proptest::collection::vec((any_index(), proptest::option::weighted(0.6, any_order())), 1..24),
+    ) {
+        let mut pair = ArrayAndModel::new();
+        for changes in changes.chunks(8) {
+            pair.change_by_one_writer(changes);
+            pair.check(changes[0].0);
+        }
+        pair.erase_all_and_check();
+    }
 }
 
 /// Stores, marks, splits, joins, replaces and erases a single entry of each order at each boundary. The array must
@@ -409,6 +449,14 @@ fn entries_of_every_order_work_at_every_boundary() {
             assert_eq!((pair.array.node_count(), pair.array.is_empty()), (0, true));
         }
     }
+    // An entry that moves from the root word to a node leaves no mark in the root word.
+    pair.store(0, 0);
+    pair.mark(0, 0, true);
+    pair.store(5, 0);
+    pair.erase(0);
+    pair.erase(5);
+    pair.join(0, 0);
+    pair.check(0);
     pair.erase_all_and_check();
 }
 
