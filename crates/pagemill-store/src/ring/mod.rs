@@ -297,12 +297,13 @@ impl<B: Buffer> Ring<B> {
         if self.is_full() {
             return Err(buffer);
         }
-        let Some(at) = self.free.pop() else { return Err(buffer) };
+        // Before a slot is taken, because the buffer is code of the caller, which may panic.
         let len_bytes = buffer.len_bytes();
         let allowed = self.check_process().and_then(|()| match direction {
             Direction::Read => Ok(()),
             Direction::Write => handle.check_write(offset, len_bytes),
         });
+        let Some(at) = self.free.pop() else { return Err(buffer) };
         let slot = &mut self.slots[at as usize];
         debug_assert!(slot.request.is_none(), "a free slot has no request");
         slot.use_count = slot.use_count.wrapping_add(1) & (u32::MAX >> 1);
