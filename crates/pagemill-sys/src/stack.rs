@@ -15,14 +15,14 @@ pub fn call_on_new<F: FnMut()>(stack_bytes: usize, mut act: F) {
     let len_bytes = stack_bytes.next_multiple_of(page);
     // The lowest page stays inaccessible, as the guard page of the stack.
     assert!(stack_bytes > 0);
-    let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return act() };
+    let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return call::<F>((&raw mut act).cast()) };
     // SAFETY: the range lies in the reservation made above.
     if unsafe { mem::open(base + page, len_bytes) }.is_ok() {
         // SAFETY: the top of memory opened above, aligned to a page. `call` takes a pointer to `act` and does not
         // unwind.
         unsafe { call_on_stack(base + page + len_bytes, call::<F>, (&raw mut act).cast()) };
     } else {
-        act();
+        call::<F>((&raw mut act).cast());
     }
     // SAFETY: the reservation was made above, and the function has returned.
     unsafe { mem::unreserve(base, len_bytes + page) };
