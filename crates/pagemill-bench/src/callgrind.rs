@@ -38,7 +38,10 @@ pub fn count_instructions(name: &str, metric: &str, add_arguments: impl Fn(&mut 
             child::check_interrupt()?;
             return Err(gap("valgrind is missing: apt-get install valgrind"));
         };
-        let finished = running.finish(Duration::from_secs(300))?;
+        let finished = match running.finish(Duration::from_secs(300)) {
+            Err(Error::CannotRun(why)) => return Err(gap(&why)),
+            finished => finished?,
+        };
         if let Outcome::Failed(why) = child::classify(name, &finished)? {
             return Err(gap(why.lines().last().unwrap_or_default()));
         }
