@@ -178,11 +178,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 /// Ways to read whose instructions are counted: name, words of the workload's command line, and the budget of one read.
-const INSTRUCTION_BUDGETS: [(Case, [&str; 2], f64); 3] = [
-    ("one thread", ["--threads", "1"], 6000.0),
-    ("queue of 32", ["--depth", "32"], 6000.0),
-    ("32 futures", ["--futures", "32"], 9000.0),
-];
+/// Futures are left out, because valgrind runs one thread at a time, and the count depends on its scheduling.
+const INSTRUCTION_BUDGETS: [(Case, [&str; 2], f64); 2] =
+    [("one thread", ["--threads", "1"], 6600.0), ("queue of 32", ["--depth", "32"], 5500.0)];
 
 /// Counts the instructions of a read in user space, through a cache of 16 MiB. Adds rows and verdicts to the report.
 fn count_instructions(report: &mut Report, target: &Target) -> Result<()> {
@@ -198,7 +196,7 @@ fn count_instructions(report: &mut Report, target: &Target) -> Result<()> {
     for (case, _, budget) in INSTRUCTION_BUDGETS {
         let metric = Metric::lower(INSTRUCTIONS, "instructions");
         let table = "instructions of one read in user space (callgrind)";
-        study.rows(&case, &["cache"], table, &[(metric, "instructions")]);
+        study.rows(&case, &["cache"], table, &[(metric, case)]);
         let target = format!("instructions of a read, {case}");
         study.judge_value(target, (Bound::AtMost(budget), "instructions"), (&case, "cache", INSTRUCTIONS));
     }

@@ -1,7 +1,7 @@
 //! Random reads of pages of a file that is larger than its cache. They are made by blocking threads, or by one thread
 //! with a queue.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,8 +51,8 @@ crate::workload::arguments! {
     /// Read sequentially instead of randomly
     sequential: bool,
     run_ms: u64,
-    /// Make this many reads, with one thread, instead of measuring their rate
-    #[arg(long)]
+    /// Make this many reads by a queue or one thread, instead of measuring their rate
+    #[arg(conflicts_with = "futures")]
     reads: Option<u64>,
     ..source: Source,
 }
@@ -208,7 +208,8 @@ pub fn run(arguments: &MissArguments) -> WorkloadResult {
     }
 }
 
-/// Makes `reads` random reads, so that their instructions can be counted. Returns no metrics.
+/// Makes `reads` random reads, by a queue or with one thread, so that their instructions can be counted. Returns no
+/// metrics.
 fn make_reads(arguments: &MissArguments, cached: &CachedSource<'_>, reads: u64) -> WorkloadResult {
     let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, true);
     let mut record = [0; RECORD_BYTES];
@@ -218,13 +219,6 @@ fn make_reads(arguments: &MissArguments, cached: &CachedSource<'_>, reads: u64) 
             queue_loop.step(|| offsets.draw(), |offset| cached.check_page(&mut record, offset))?;
         }
         queue_loop.drain()?;
-    } else if let Some(futures) = arguments.futures {
-        let (times, begun) = (RefCell::new(Histogram::new()), Cell::new(0));
-        let next = || {
-            begun.set(begun.get() + 1);
-            read_one(cached, offsets.draw(), &times)
-        };
-        poll_until(futures, next, || begun.get() > reads)?;
     } else {
         (0..reads).try_for_each(|_| cached.check_page(&mut record, offsets.draw()))?;
     }
