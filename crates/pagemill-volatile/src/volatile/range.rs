@@ -188,7 +188,8 @@ impl VolatileBuf {
     /// # Errors
     ///
     /// [`Error::WrongState`] beyond 65,535 pins.
-    #[inline]
+    // Always inlined, so that the guard stays in registers (docs/decisions.md).
+    #[inline(always)]
     pub fn pin(&self) -> Result<Pin<'_>> {
         let seen = self.retry_after_purge(RangeWord::pin)?;
         let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
@@ -270,6 +271,7 @@ impl Deref for Pin<'_> {
 }
 
 impl Drop for Pin<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.range.entry().word.unpin();
     }
