@@ -117,7 +117,7 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Frees a handle that is not live any more, and retires the object to which the handle referred.
-    #[inline(always)]
+    #[inline(never)]
     fn free_and_retire(&self, key: Option<Key>, object: usize) {
         // A stock may keep a retired object for long. A value with a destructor may own much, so it is not stocked.
         let is_done = !std::mem::needs_drop::<T>()
