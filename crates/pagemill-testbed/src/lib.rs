@@ -116,7 +116,7 @@ impl Testbed {
         self.instance.measure();
     }
 
-    /// Sets after which time free memory returns to the system, like [`Instance::set_return`].
+    /// Sets after which time free memory returns to the system, as `Pagemill::set_return` does.
     pub fn set_return(&self, policy: Return) {
         self.instance.helper.set_return(policy);
     }
