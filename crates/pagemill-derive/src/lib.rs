@@ -10,6 +10,20 @@ use quote::quote;
 use syn::{Data, DeriveInput, parse_macro_input, parse_quote};
 
 /// Implements the trait `Movable` for a struct or an enum whose fields all implement it.
+///
+/// ```
+/// use pagemill::slab::{HandleMap, Movable};
+///
+/// #[derive(Movable)]
+/// struct Session {
+///     user: String,
+///     hits: u64,
+/// }
+///
+/// let sessions = HandleMap::new("sessions")?;
+/// sessions.insert(Session { user: "ann".to_owned(), hits: 0 })?;
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[proc_macro_derive(Movable)]
 pub fn derive_movable(input: TokenStream) -> TokenStream {
     let mut input = parse_macro_input!(input as DeriveInput);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// How objects of a cache can be moved.
 ///
-/// Example: [`Slabs`](crate::Slabs).
+/// Example: [`SlabInfo`](crate::SlabInfo), whose field `kind` has this type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlabKind {
     /// Objects keep their address.

@@ -5,8 +5,8 @@ use std::fmt;
 
 /// Error of an insertion into a slab cache. It contains the value that was to be inserted.
 ///
-/// The conversion to [`Error`] drops the value, so `?` works in functions that return
-/// [`Result`](pagemill_core::Result).
+/// The conversions to [`Error`] and to [`std::io::Error`] drop the value, so `?` works in functions that return one of
+/// these errors.
 ///
 /// ```
 /// use pagemill::HandleMap;
@@ -27,6 +27,12 @@ pub struct InsertError<T> {
 impl<T> From<InsertError<T>> for Error {
     fn from(failed: InsertError<T>) -> Self {
         failed.error
+    }
+}
+
+impl<T> From<InsertError<T>> for std::io::Error {
+    fn from(failed: InsertError<T>) -> Self {
+        failed.error.into()
     }
 }
 

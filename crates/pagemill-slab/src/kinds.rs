@@ -59,15 +59,16 @@ impl<T: Movable> Inner for HandleMap<T> {
 /// ```
 pub trait SlabCache: Inner {
     /// Packs all movable objects into as few slabs and blocks as possible, drops removed values, and frees the unused
-    /// memory: free objects in magazines and barns, idle blocks, empty slabs, unused pages of the handle table. Returns
-    /// by how many bytes the memory charged for the cache fell.
+    /// memory: free objects that threads and NUMA nodes keep (in magazines and barns), idle blocks, empty slabs, unused
+    /// pages of the handle table. Returns by how many bytes the memory charged for the cache fell.
     ///
     /// Afterwards the cache has at most one partial slab on each NUMA node, unless some objects could not be moved.
-    /// Waits for readers, at most one second, so a thread that has a guard must not call it.
+    /// Waits for readers, at most one second, so a thread that has a guard must not call it. Waits at most one second
+    /// for another thread that defragments the cache, such as Pagemill's background thread.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments or drains the cache for a second, or a thread was
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for longer than a second, or a thread was
     /// stopped during an allocation or free. [`pagemill_core::Error::WrongState`] in a fork child.
     ///
     /// # Panics
@@ -79,13 +80,21 @@ pub trait SlabCache: Inner {
 
     /// Runs a step of defragmentation for about `budget`: empties slabs and blocks of which a smaller percentage is in
     /// use than the cache's `defrag_used_ratio`. The time is checked after every 64 objects, but at least one slab is
-    /// finished. After readers have finished, a later call frees the memory of the emptied slabs. Does nothing for a
-    /// [`FixedSlab`] cache.
+    /// finished. Moves nothing in a [`FixedSlab`] cache, or if the ratio is 0.
+    ///
+    /// The memory of the emptied slabs is freed after readers of the moved objects have finished: by a later call, by
+    /// the background thread, or by [`SlabCache::shrink`]. Some empty slabs and one block on each NUMA node keep their
+    /// memory for the next objects until `shrink`, or until memory is needed. Example: [`Progress`].
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during an
-    /// allocation or free.
+    /// allocation or free. This call does not wait for it, and the other thread may be Pagemill's background thread, so
+    /// a program must expect the error at any call. It can wait a millisecond and repeat the call, or call
+    /// [`SlabCache::shrink`], which waits up to a second. With a ratio of 0 the background thread does not work on the
+    /// cache, and `shrink` is the only call that compacts it ([`Settings::defrag_used_ratio`]).
+    ///
+    /// [`Settings::defrag_used_ratio`]: crate::Settings::defrag_used_ratio
     ///
     /// # Panics
     ///

@@ -65,8 +65,8 @@ impl AsymmetricLock {
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.entered.store(1, Relaxed);
-        // Keeps the compiler from moving the load of `draining` before this store. In the processor, the draining
-        // thread's barrier keeps the two in order.
+        // The load of `draining` must not move before this store. Here only the compiler has to be stopped: the barrier
+        // of the draining thread, which reaches all processors, keeps the two in order there.
         if cfg!(loom) {
             fence(SeqCst)
         } else {

@@ -227,7 +227,9 @@ impl Engine {
 
     #[cold]
     fn fail_in_child() -> Result<()> {
-        Err(Error::WrongState { what: "a slab cache of the parent process: a fork child must create its own" })
+        Err(Error::WrongState {
+            what: "the slab cache belongs to the parent process: a fork child must create its own",
+        })
     }
 
     /// Calls `act` with the cache's state on a NUMA node, under the lock of that state.

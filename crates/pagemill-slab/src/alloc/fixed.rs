@@ -46,12 +46,9 @@ pub struct FixedSlab<T> {
 
 /// An owned value in a slab, like a `Box`. Dropping the slot drops the value and frees the object.
 ///
-/// # Invariants
-///
-/// `at` points to a valid value in an object of `cache`. Only this slot owns the value.
-///
 /// Example: [`FixedSlab`].
 pub struct Slot<'cache, T> {
+    // Type invariant: `at` points to a valid value in an object of `cache`. Only this slot owns the value.
     cache: &'cache Engine,
     at: NonNull<T>,
     _value: PhantomData<T>,
@@ -98,14 +95,18 @@ impl<T> FixedSlab<T> {
     ///
     /// # Errors
     ///
-    /// As [`Slabs::fixed`].
+    /// [`BadLength`](pagemill_core::Error::BadLength), [`BadAlignment`](pagemill_core::Error::BadAlignment) for
+    /// unsupported object or slab sizes, [`BadRatio`](pagemill_core::Error::BadRatio),
+    /// [`TooMany`](pagemill_core::Error::TooMany) if the process has 1,024 slab caches,
+    /// [`System`](pagemill_core::Error::System) if there are no addresses, or if the first use of the library fails.
     pub fn with(settings: Settings) -> Result<Self> {
         Slabs::of_process()?.fixed(settings)
     }
 
     /// Allocates an object and moves the value into it.
     ///
-    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
+    /// Cost: mostly a pop from this thread's magazine, a stack of free objects. Sometimes a new slab has to be set up,
+    /// and rarely a new block.
     ///
     /// # Errors
     ///

@@ -42,8 +42,12 @@ impl Settings {
 
     /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls of the program
     /// and in the background. With 0, none are emptied, and with 100, all that are not full. The default is 30, as in
-    /// Linux. The background thread runs callbacks of owners and destructors of removed values, except for caches with
-    /// ratio 0 and after [`Slabs::defrag_by_hand`](crate::Slabs::defrag_by_hand).
+    /// Linux.
+    ///
+    /// With 0, Pagemill's background thread does not work on the cache, except for shrinks that another process
+    /// requests (`pagemill slabinfo -s`). So the thread runs no callbacks of the owner and no destructors of removed
+    /// values. [`SlabCache::defrag_step`](crate::SlabCache::defrag_step) then moves nothing. The cache is compacted by
+    /// [`SlabCache::shrink`](crate::SlabCache::shrink), and a [`HandleMap`](crate::HandleMap) also at a memory limit.
     pub fn defrag_used_ratio(self, percent: u32) -> Self {
         Self { defrag_used_ratio: percent, ..self }
     }

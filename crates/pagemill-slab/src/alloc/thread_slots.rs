@@ -114,9 +114,9 @@ impl ThreadSlots {
     }
 }
 
-/// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken
-/// slots already, as when a second instance of the process calls this function. Also does nothing on another thread
-/// than the first.
+/// In a fork child: frees all slots except that of this thread. Does nothing if a thread of this process has taken a
+/// slot already: each instance of Pagemill in the process calls this function, and only the first call must free slots.
+/// Also does nothing on a thread other than the first.
 pub(crate) fn begin_child() {
     if process::is_first_thread() {
         SLOTS.free_inherited(process::id(), own_slot());

@@ -15,6 +15,9 @@ use std::sync::atomic::Ordering::Acquire;
 /// Maximum time that a drain of a slab cache waits for another drain of the same cache, or for a thread that was
 /// preempted or stopped while it held the lock of its magazine.
 const DRAIN_TIMEOUT_NS: u64 = 1_000_000_000;
+/// The error of a call that finds another thread defragmenting or draining its slab cache.
+pub(crate) const ANOTHER_DRAIN: Error =
+    Error::Busy { what: "another thread works on this slab cache, perhaps Pagemill's background thread" };
 /// Maximum time that [`Engine::try_drain_magazines`] waits for a thread that holds the lock of its magazine.
 const TRY_DRAIN_TIMEOUT_NS: u64 = 10_000_000;
 
@@ -30,7 +33,7 @@ impl Engine {
         let mut backoff = Backoff::new();
         while !self.drain_lock.try_acquire() {
             if backoff.waited_ns() > DRAIN_TIMEOUT_NS {
-                return Err(Error::Busy { what: "another thread drains this slab cache" });
+                return Err(ANOTHER_DRAIN);
             }
             backoff.pause();
         }

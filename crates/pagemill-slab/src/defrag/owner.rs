@@ -86,11 +86,11 @@ pub unsafe trait Migrate: Send + Sync + 'static {
     /// other object, or locks it.
     ///
     /// The slab is locked while `isolate` runs: threads that allocate or free its objects wait. If `isolate` calls the
-    /// cache, the call panics; that includes `info` and [`Slabs::list`]. `isolate` must not wait for a thread that may
-    /// be inside a call to the cache. If one lock covers both the references and calls to the cache, use `try_lock`,
-    /// and reject all objects if the lock is held. Few objects are then moved under load. It is better to call the
-    /// cache outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill bench slab`
-    /// does.
+    /// cache, the call panics; that includes [`SlabCache::info`](crate::SlabCache::info). `isolate` must not wait for a
+    /// thread that may be inside a call to the cache. If one lock covers both the references and calls to the cache,
+    /// use `try_lock`, and reject all objects if the lock is held. Few objects are then moved under load. It is better
+    /// to call the cache outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill
+    /// bench slab` does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
 
     /// Moves `object` to a destination from `to`, frees `object`, or does not change it. Then releases the reference or
@@ -270,9 +270,9 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// Objects that were not freed before the cache is dropped are leaked. The drop waits at most one second for a step of
 /// the background thread that is in progress. So the owner is usually dropped on the thread that drops the cache.
 ///
-/// The callbacks `isolate` and `migrate` run in calls that defragment the cache, and on Pagemill's background thread
-/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]). Another process can request a shrink, too (`pagemill
-/// slabinfo -s`).
+/// The callbacks `isolate` and `migrate` run in calls that defragment the cache, and on Pagemill's background thread,
+/// unless [`Settings::defrag_used_ratio`] is 0. Another process can request a shrink (`pagemill slabinfo -s`), which
+/// runs the callbacks on the background thread, too.
 ///
 /// [`Migrate`] shows an owner. The cache is used through pointers:
 ///
@@ -334,7 +334,7 @@ impl<M: Migrate> OwnerSlab<M> {
     ///
     /// # Errors
     ///
-    /// As [`Slabs::fixed`].
+    /// As [`FixedSlab::with`](crate::FixedSlab::with).
     pub fn with(settings: Settings, owner: M) -> Result<Self> {
         Slabs::of_process()?.by_owner(settings, owner)
     }
@@ -347,7 +347,8 @@ impl<M: Migrate> OwnerSlab<M> {
     /// Allocates an object. The object is free in the sense of [`Migrate`], with the contents that its owner wrote
     /// last.
     ///
-    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
+    /// Cost: mostly a pop from this thread's magazine, a stack of free objects. Sometimes a new slab has to be set up,
+    /// and rarely a new block.
     ///
     /// # Errors
     ///

@@ -14,15 +14,34 @@ pub(crate) const ABOVE_FULL_PERCENT: u32 = 101;
 /// allocated or freed.
 const CHANGE_DIVISOR: u64 = 64;
 
-/// Progress of a defragmentation.
+/// What one call has moved. A program that makes several calls adds the numbers up.
+///
+/// After a step with `is_done`, the memory of the emptied slabs may still be in use: a later call, the background
+/// thread or [`shrink`](crate::SlabCache::shrink) frees it.
 ///
 /// ```
+/// use pagemill::Error;
 /// use pagemill::slab::{HandleMap, SlabCache};
+/// use std::thread;
 /// use std::time::Duration;
 ///
 /// let cache = HandleMap::<u64>::new("numbers")?;
-/// let progress = cache.defrag_step(Duration::from_millis(1))?;
-/// assert_eq!((progress.moved, progress.emptied), (0, 0)); // the cache is empty
+/// let (mut moved, mut emptied) = (0, 0);
+/// loop {
+///     match cache.defrag_step(Duration::from_millis(1)) {
+///         Ok(step) => {
+///             moved += step.moved;
+///             emptied += step.emptied;
+///             if step.is_done {
+///                 break;
+///             }
+///         }
+///         // Another thread works on the cache, for example Pagemill's background thread.
+///         Err(Error::Busy { .. }) => thread::sleep(Duration::from_millis(1)),
+///         Err(error) => return Err(error),
+///     }
+/// }
+/// assert_eq!((moved, emptied), (0, 0)); // the cache is empty
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

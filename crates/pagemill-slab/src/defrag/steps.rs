@@ -6,11 +6,11 @@
 use crate::alloc::engine::{Engine, check_ratio};
 use crate::alloc::node::{Keep, TargetSlabs};
 use crate::defrag::candidates::Criteria;
-use crate::defrag::drain::DrainGuard;
+use crate::defrag::drain::{ANOTHER_DRAIN, DrainGuard};
 use crate::defrag::isolating::assert_not_isolating;
 use crate::defrag::migrate::{MigrationRun, Mover};
 use crate::defrag::passes::{ABOVE_FULL_PERCENT, Progress};
-use pagemill_core::error::{Error, Result};
+use pagemill_core::error::Result;
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::time::Duration;
@@ -28,7 +28,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`] if `percent` is above 100.
+    /// [`pagemill_core::Error::BadRatio`] if `percent` is above 100.
     pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
         self.check_generation()?;
         check_ratio(percent)?;
@@ -63,7 +63,7 @@ impl Engine {
 ///
 /// # Errors
 ///
-/// [`Error::Busy`] if another thread drains the cache.
+/// [`pagemill_core::Error::Busy`] if another thread drains the cache.
 pub(crate) fn run_step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Result<Progress> {
     assert_not_isolating();
     engine.check_generation()?;
@@ -72,7 +72,7 @@ pub(crate) fn run_step(engine: &Engine, mover: &impl Mover, budget: Duration) ->
     let Some(criteria) = engine.passes.step_criteria(engine.used_ratio.load(Relaxed), used) else {
         return Ok(Progress { is_done: true, ..Progress::default() });
     };
-    let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread drains this slab cache" })?;
+    let drained = engine.try_drain_magazines().ok_or(ANOTHER_DRAIN)?;
     let progress = run_slice(engine, drained, mover, &criteria, budget);
     engine.passes.record_step(used, &progress);
     if progress.is_done && !engine.awaits_unblocking_batch() {

@@ -201,8 +201,8 @@ mod process_wide {
         }
     }
 
-    /// A pinned epoch of a reader. Until the guard is dropped, values that were looked up under it stay valid and
-    /// unchanged.
+    /// The right of a thread to read values by handle, from [`enter`]. Until the guard is dropped, values that were
+    /// looked up under it stay valid and unchanged.
     ///
     /// Example: [`HandleMap`](crate::HandleMap).
     pub struct Guard {
@@ -210,8 +210,11 @@ mod process_wide {
         _of_this_thread: PhantomData<*mut ()>,
     }
 
-    /// Pins the current epoch, so that values can be read until the guard is dropped. Costs some nanoseconds and writes
-    /// no shared cache line. While the guard exists, the memory of removed values is not freed and may accumulate.
+    /// Pins the current epoch, so that values can be read until the guard is dropped. While the guard exists, the
+    /// memory of removed values is not freed and may accumulate. Keep it in a variable: `let _ = enter();` drops the
+    /// guard at once.
+    ///
+    /// Cost: some nanoseconds. Writes no shared cache line.
     #[inline]
     pub fn enter() -> Guard {
         let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {

@@ -5,6 +5,11 @@
 //! later call or the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
+mod unguarded;
+
+pub use unguarded::{Pinned, Removed};
+
+use crate::SlabCache;
 use crate::alloc::engine::{Engine, ObjectSpec};
 use crate::alloc::settings::Settings;
 use crate::alloc::stock::{DrainedBatch, KEY_BATCH_LEN, STOCK_KEY_CAPACITY, STOCK_RETIRED_CAPACITY};
@@ -25,7 +30,6 @@ use pagemill_core::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
-use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
@@ -53,6 +57,9 @@ struct SharedRetireList {
 
 /// Maximum number of sealed batches that one call removes from the retire list, for values without a destructor.
 const MAX_FINISHED_BATCHES: usize = 2;
+
+/// Maximum number of counts that [`HandleMap::len`] makes while other threads retire or free objects.
+const MAX_COUNTS: usize = 4;
 
 /// The part of a [`HandleMap`] to which the list of all caches refers.
 ///
@@ -452,17 +459,40 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// A cache of values that are reached by handle. The cache can move the values without a callback of the program.
 ///
 /// ```
-/// use pagemill::slab::{HandleMap, enter};
+/// use pagemill::slab::{self, HandleMap};
 ///
 /// let names = HandleMap::<String>::new("names")?;
 /// let handle = names.insert("one".to_owned())?;
-/// assert_eq!(names.get(handle, &enter()).map(String::len), Some(3)); // the value stays until the guard is dropped
+/// let guard = slab::enter(); // in a variable, because `one` can be used only while the guard exists
+/// let one = names.get(handle, &guard);
+/// assert_eq!(one.map(String::as_str), Some("one"));
+/// drop(guard); // until then, the memory of removed values is not freed
+/// assert_eq!(names.get(handle, &slab::enter()).map(String::len), Some(3)); // a guard for this statement only
 /// let pinned = names.pin(handle)?; // keeps the value for longer, without a guard
 /// assert_eq!(pinned.as_deref().map(String::len), Some(3));
 /// drop(pinned);
 /// let removed = names.remove(handle)?;
 /// assert_eq!(removed.as_deref().map(String::as_str), Some("one"));
-/// assert!(names.get(handle, &enter()).is_none());
+/// assert!(names.get(handle, &slab::enter()).is_none());
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+///
+/// The trait [`SlabCache`] has the methods for statistics ([`info`](SlabCache::info)) and for compaction
+/// ([`shrink`](SlabCache::shrink), [`defrag_step`](SlabCache::defrag_step)):
+///
+/// ```
+/// use pagemill::HandleMap;
+/// use pagemill::slab::SlabCache;
+///
+/// let sizes = HandleMap::<u64>::new("sizes")?;
+/// for size in 0..1000 {
+///     let handle = sizes.insert(size)?;
+///     if size % 100 > 0 {
+///         sizes.remove(handle)?;
+///     }
+/// }
+/// let freed_bytes = sizes.shrink()?; // moves the remaining values together
+/// println!("{freed_bytes} bytes freed; {} bytes for {} values", sizes.info()?.total.resident_bytes, sizes.len());
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct HandleMap<T: Movable> {
@@ -472,54 +502,6 @@ pub struct HandleMap<T: Movable> {
     base: usize,
     /// The caches of the process, to which this cache belongs.
     slabs: &'static Slabs,
-}
-
-/// A value that was removed from its map, so that no handle leads to it. Other threads may still read the value.
-/// Dropping `Removed` retires the value, also during unwinding.
-///
-/// Example: [`HandleMap`].
-///
-/// # Invariants
-///
-/// This value alone frees `key` and retires its object. Until then, the word of `key` has the offset of the object.
-pub struct Removed<'cache, T: Movable> {
-    map: &'cache HandleMap<T>,
-    /// The former handle of the value. The address of the value is not stored, because an `Option` of two words is
-    /// returned in registers.
-    key: Key,
-}
-
-impl<T: Movable> Removed<'_, T> {
-    #[inline(always)]
-    fn object(&self) -> *mut HandledValue<T> {
-        (self.map.base + self.key.load_word(self.map.words).object_offset()) as *mut HandledValue<T>
-    }
-}
-
-impl<T: Movable> Drop for Removed<'_, T> {
-    #[inline(always)]
-    fn drop(&mut self) {
-        self.map.inner.free_and_retire(self.key.next_generation(), self.object() as usize);
-    }
-}
-
-impl<T: Movable> Deref for Removed<'_, T> {
-    type Target = T;
-
-    #[inline]
-    fn deref(&self) -> &T {
-        // SAFETY: the word of the handle has the offset of the object (type invariant). The word was live until the
-        // removal, so the value is initialized and does not change. Only the drop of `self` retires the object.
-        unsafe { &(*self.object()).value }
-    }
-}
-
-/// A pinned value, which keeps its address and contents while the `Pinned` exists. A value can have up to seven pins at
-/// a time. Example: [`HandleMap`].
-pub struct Pinned<'cache, T: Movable> {
-    cache: &'cache HandleInner<T>,
-    index: u32,
-    value: &'cache T,
 }
 
 impl Slabs {
@@ -572,7 +554,7 @@ impl<T: Movable> HandleMap<T> {
     ///
     /// # Errors
     ///
-    /// As [`Slabs::fixed`].
+    /// As [`FixedSlab::with`](crate::FixedSlab::with).
     pub fn with(settings: Settings) -> Result<Self> {
         Slabs::of_process()?.by_handle(settings)
     }
@@ -604,8 +586,10 @@ impl<T: Movable> HandleMap<T> {
         Ok(Handle::new(key))
     }
 
-    /// Returns the value of a handle; `None` if the handle is not live. Cost: one load of the handle's word, then the
-    /// access to the value.
+    /// Returns the value of a handle; `None` if the handle is not live. The reference is valid as long as the guard,
+    /// so a guard that is needed for more than one statement is stored in a variable: `let guard = slab::enter();`.
+    ///
+    /// Cost: one load of the handle's word, then the access to the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
         let word = handle.key.live_word(self.words)?;
@@ -616,9 +600,9 @@ impl<T: Movable> HandleMap<T> {
 
     /// Removes a value, and returns it for reading; `None` if the handle is not live. If several threads remove the
     /// value at once, only one of them gets it. When all readers have finished, the value is dropped by this call, a
-    /// later one, or the background thread. If the cache's `defrag_used_ratio` is 0, or after
-    /// [`Slabs::defrag_by_hand`], one of the next removals, [`shrink`](crate::SlabCache::shrink) or
-    /// [`defrag_step`](crate::SlabCache::defrag_step) drops it.
+    /// later one, or the background thread. If the background thread does not work on the map
+    /// ([`Settings::defrag_used_ratio`] is 0), one of the next removals, [`shrink`](SlabCache::shrink) or
+    /// [`defrag_step`](SlabCache::defrag_step) drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     /// No guard is needed, so reading the removed value costs less than [`HandleMap::get`] before the removal.
@@ -692,8 +676,39 @@ impl<T: Movable> HandleMap<T> {
         Ok(None)
     }
 
-    /// Returns the resident bytes of the handle table (8 bytes for each handle, except in freed pages) and of the
-    /// threads' stocks.
+    /// Returns the number of values: [`active`](crate::SlabInfo::active) objects less those that are
+    /// [`waiting`](crate::SlabInfo::waiting). A removed value counts until its [`Removed`] is dropped. In a fork child
+    /// the result is 0.
+    ///
+    /// The result is approximate if values are inserted, updated, removed or moved at the same time. Pagemill's
+    /// background thread, too, moves values and drops removed ones.
+    ///
+    /// Cost: as [`SlabCache::info`], which adds up counts of all threads and NUMA nodes. So a program should not call
+    /// `len` for each value.
+    ///
+    /// # Panics
+    ///
+    /// If called inside of [`Migrate::isolate`](crate::Migrate::isolate).
+    pub fn len(&self) -> usize {
+        let mut count = 0;
+        for _ in 0..MAX_COUNTS {
+            let Ok(info) = self.info() else { return 0 };
+            count = info.active.saturating_sub(info.waiting) as usize;
+            // If the number of waiting objects has changed, `active` may not match it: count again.
+            if self.inner.waiting_objects() == info.waiting {
+                break;
+            }
+        }
+        count
+    }
+
+    /// Returns whether the map has no values. Approximate, and with the cost and panic of [`HandleMap::len`].
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the resident bytes of the handle table (8 bytes for each handle, except in freed pages) and of the free
+    /// handles that threads keep.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }
@@ -735,23 +750,6 @@ impl<T: Movable> Drop for HandleMap<T> {
             .drop_values(retired.sealed.into_iter().map(|(left, _)| left).chain([objects, retired.unsealed]).collect());
     }
 }
-
-impl<T: Movable> Deref for Pinned<'_, T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        self.value
-    }
-}
-
-impl<T: Movable> Drop for Pinned<'_, T> {
-    fn drop(&mut self) {
-        self.cache.handles.unpin(self.index);
-    }
-}
-
-#[cfg(test)]
-use crate::SlabCache;
 
 #[cfg(test)]
 impl<T: Movable> HandleMap<T> {

@@ -157,7 +157,11 @@ impl Key {
     }
 }
 
-/// Refers to a value of a cache. Copies refer to the same value. After its removal, no copy matches a later value.
+/// Refers to a value of one [`HandleMap`](crate::HandleMap). Copies refer to the same value. After the value was
+/// removed, no copy matches a later value.
+///
+/// A handle is valid only in the map that returned it. In another map of the same type, it may refer to no value or to
+/// an unrelated one, and no call can notice this.
 ///
 /// Example: [`HandleMap`](crate::HandleMap).
 pub struct Handle<T> {
@@ -176,7 +180,7 @@ impl<T> Handle<T> {
     }
 
     /// Restores a handle from a number. A number that did not come from [`Handle::to_bits`] refers to no value, or to
-    /// any value of the cache; 0 refers to no value.
+    /// any value of the map; 0 refers to no value.
     pub fn from_bits(bits: u64) -> Self {
         Self::new(Key::from_bits(bits))
     }

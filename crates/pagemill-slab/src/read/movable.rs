@@ -2,14 +2,17 @@
 #![allow(unsafe_code)] // implementations for types of the standard library
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::ffi::OsString;
+use std::marker::PhantomData;
 use std::num::NonZero;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 #[diagnostic::on_unimplemented(
-    message = "values of type `{Self}` cannot be moved while they are read",
+    message = "a `HandleMap` needs `Movable` values, and `{Self}` does not implement `Movable`",
     label = "not `Movable`",
-    note = "`#[derive(pagemill::slab::Movable)]` implements it if all fields are movable",
+    note = "`#[derive(pagemill::slab::Movable)]` implements `Movable` for a type whose fields are all movable",
     note = "put fields that change through `&` (atomics, locks, cells) behind an `Arc` or a `Box`"
 )]
 /// Values that may be copied byte by byte to another address while other threads read them.
@@ -57,7 +60,7 @@ macro_rules! movable {
 }
 
 movable!((), bool, char, u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize, f32, f64);
-movable!(String, Box<str>, Arc<str>, &'static str, Duration, Instant, SystemTime);
+movable!(String, Box<str>, Arc<str>, &'static str, OsString, PathBuf, Duration, Instant, SystemTime);
 movable!(NonZero<u8>, NonZero<u16>, NonZero<u32>, NonZero<u64>, NonZero<usize>, NonZero<i32>, NonZero<i64>);
 
 macro_rules! movable_pointers {
@@ -87,5 +90,7 @@ unsafe impl<A: Movable, B: Movable> Movable for (A, B) {}
 unsafe impl<A: Movable, B: Movable, C: Movable> Movable for (A, B, C) {}
 // SAFETY: as above.
 unsafe impl<A: Movable, B: Movable, C: Movable, D: Movable> Movable for (A, B, C, D) {}
+// SAFETY: the value has no bytes.
+unsafe impl<T: Send + Sync + 'static + ?Sized> Movable for PhantomData<T> {}
 // SAFETY: a handle is a number.
 unsafe impl<T: 'static> Movable for crate::Handle<T> {}

@@ -45,7 +45,7 @@ pub struct SlabInfo {
     /// memory of moved objects. Counted anew by each call. Retired index nodes count as active until they are freed,
     /// not as waiting.
     pub waiting: u64,
-    /// Number of free objects in magazines and barns.
+    /// Number of free objects in magazines and barns, which threads and NUMA nodes keep for the next allocations.
     pub cached: u64,
     /// Number of objects that were moved so far.
     pub moved: u64,

@@ -319,6 +319,33 @@ fn shrink_drops_values_that_sleeping_threads_removed() {
     });
 }
 
+/// Inserts, updates and removes values, also while a reader exists. `len` must count each value once, and a removed
+/// value until its `Removed` is dropped. In a fork child the length must be 0.
+#[test]
+fn length_is_the_number_of_values() {
+    let slabs = slabs();
+    let map = slabs.by_handle::<String>(Settings::new("length").defrag_used_ratio(0)).unwrap();
+    assert!(map.is_empty());
+    let handles: Vec<_> = (0..1_000).map(|number: u32| map.insert(number.to_string()).unwrap()).collect();
+    assert_eq!((map.len(), map.is_empty()), (1_000, false));
+    let guard = enter();
+    handles[..100].iter().for_each(|handle| assert!(map.update(*handle, String::clone).unwrap()));
+    assert_eq!(map.len(), 1_000);
+    let removed = map.remove(handles[0]).unwrap();
+    handles[1..600].iter().for_each(|handle| assert!(map.remove(*handle).unwrap().is_some()));
+    assert_eq!(map.len(), 401, "400 values and the one in `removed`");
+    drop(removed);
+    assert_eq!(map.len(), 400);
+    drop(guard);
+    map.pack();
+    assert_eq!(map.len(), 400);
+    handles[601..].iter().for_each(|handle| assert!(map.remove(*handle).unwrap().is_some()));
+    assert_eq!((map.len(), map.is_empty()), (1, false));
+    // SAFETY: no other thread uses these slab caches.
+    unsafe { slabs.arena.forked() };
+    assert!(map.is_empty());
+}
+
 /// Checks that removed and replaced values are counted as waiting while a guard exists. `value` is the value that is
 /// inserted.
 fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
