@@ -4,7 +4,7 @@ use crate::units::{BLOCK_BYTES, Bytes, os_page_bytes};
 use std::fmt;
 use std::io;
 
-/// Why an operation of Pagemill failed.
+/// Why an operation of Pagemill failed. Converts to [`io::Error`].
 ///
 /// ```
 /// use pagemill::{Error, VolatileBuf};
@@ -34,6 +34,8 @@ pub enum Error {
     FreedBefore { addr: usize, len_bytes: usize },
     /// The length is not valid for the operation.
     BadLength { len_bytes: u64 },
+    /// The memory limit of a page cache is less than one of its pages.
+    BadLimit { limit_bytes: u64, page_bytes: u64 },
     /// The chunk size of a partial volatile range is not a multiple of the OS page.
     BadChunk { chunk_bytes: u64 },
     /// The addresses are not whole OS pages, or end beyond the address space.
@@ -78,6 +80,7 @@ impl Error {
             | Self::NotAllocated { .. }
             | Self::FreedBefore { .. }
             | Self::BadLength { .. }
+            | Self::BadLimit { .. }
             | Self::BadChunk { .. }
             | Self::BadRange { .. }
             | Self::BadOffset { .. }
@@ -135,6 +138,9 @@ impl fmt::Display for Error {
                 write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
             }
             Self::BadLength { len_bytes } => write!(f, "{} is not a valid length", Bytes(*len_bytes)),
+            Self::BadLimit { limit_bytes, page_bytes } => {
+                write!(f, "a limit of {} is less than one page of {}", Bytes(*limit_bytes), Bytes(*page_bytes))
+            }
             Self::BadChunk { chunk_bytes } => {
                 let page = os_page_bytes();
                 write!(f, "chunks of {chunk_bytes} bytes are not a multiple of the page, {page} bytes")
@@ -195,5 +201,8 @@ mod tests {
         let error = Error::TooMany { what: "slab caches", most: 256 };
         let text = "the process has 256 slab caches, the maximum: drop one, or share one";
         assert_eq!((error.to_string().as_str(), error.errno()), (text, libc::ENOMEM));
+        let error = Error::BadLimit { limit_bytes: 100, page_bytes: 4 << 10 };
+        let text = "a limit of 100 B is less than one page of 4 KiB";
+        assert_eq!((error.to_string().as_str(), error.errno()), (text, libc::EINVAL));
     }
 }

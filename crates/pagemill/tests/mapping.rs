@@ -275,7 +275,10 @@ fn invalid_requests_fail() {
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
     let pagemill = pagemill_without_threads();
     assert!(
-        matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })),
+        matches!(
+            settings(MIB, MIB - 1).build_in(pagemill.caches),
+            Err(Error::BadLimit { limit_bytes, page_bytes }) if limit_bytes + 1 == page_bytes
+        ),
         "less than a page"
     );
     assert!(matches!(settings(4 * KIB, 1 << 60).build_in(pagemill.caches), Err(Error::NoAddresses { .. })));

@@ -3,8 +3,8 @@
 //!
 //! Leased memory must not be returned to the system: the kernel would continue to use the old pages, and data that it
 //! reads would be lost. The pool's address range is divided into slots of 64 MiB. At most one run of adjacent chunks
-//! per slot is leased, to any number of rings. Rings with different runs would need different settings for what fork
-//! children inherit. The pool's `state` lock protects all leases.
+//! per slot is leased, to any number of rings: whether fork children inherit the memory (`MADV_DONTFORK`) is set for a
+//! run as a whole. The pool's `state` lock protects all leases.
 
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;

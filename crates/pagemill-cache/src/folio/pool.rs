@@ -149,8 +149,9 @@ impl Pool {
         })
     }
 
-    /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them together, and
-    /// [`Pool::return_hugetlb`] removes all of them. In between the pool returns none to the system.
+    /// Returns whether the pool's memory consists of reserved huge pages. [`Pool::place_hugetlb`] maps all of them into
+    /// the pool at once, and [`Pool::return_hugetlb`] returns all of them. In between the pool returns none to the
+    /// system.
     ///
     /// Without the feature `hugetlb` the result is always false, so the compiler removes the code that depends on it.
     pub fn is_hugetlb(&self) -> bool {
@@ -654,7 +655,7 @@ unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
     let first = if cfg!(shuttle) { len_bytes / 2 } else { 0 };
     #[cfg(shuttle)]
     {
-        // SAFETY: the first half of the bytes that the caller guarantees.
+        // SAFETY: guaranteed by the caller for `len_bytes`, of which these are the first half.
         unsafe { bytes::copy(dst, src, first) };
         pagemill_core::sync::modelled::scheduling_point();
     }

@@ -272,9 +272,9 @@ impl Word {
     }
 
     /// Adds one to the folio's use count, up to two. A use that races with another change of the word is not counted.
-    /// At two uses the call only loads the word, so that hot cache lines are not written. The first use of a prefetched
-    /// folio is not counted, because the prefetch was made for it. Returns true if this is the first use of a folio
-    /// that readahead fetched.
+    /// At two uses the call only loads the word, so that hot cache lines are not written. Of a folio that readahead
+    /// fetched, the first use is not counted, because it is the use that readahead expected. Returns whether this is
+    /// such a first use.
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));

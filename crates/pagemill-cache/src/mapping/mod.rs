@@ -24,10 +24,10 @@
 //! frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find old bytes or zeros, never another
 //! file's bytes.
 //!
-//! A copy to or from a caller's buffer holds no lock that a page fault handler would take, because the buffer may lie
-//! in a view of a cached file. Writers hold the gate shared during the copy; no fault handler takes the gate. A thread
-//! that needs a held or frozen folio waits for a second at most, then gets [`Error::Busy`]. Policies and stores are
-//! called with the gate held, so they must not use the cache's files.
+//! A copy to or from a caller's buffer holds no lock that a page fault handler would take, because the buffer may be
+//! memory whose page faults are resolved by reads of a cached file. Writers hold the gate shared during the copy; no
+//! fault handler takes the gate. A thread that needs a held or frozen folio waits for a second at most, then gets
+//! [`Error::Busy`]. Policies and stores are called with the gate held, so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
 //! `pagemill_xarray::Forests`. Lock order: gate, table of in-flight reads (files with a store), index, the pool's
@@ -141,9 +141,9 @@ pub(crate) struct File {
 /// reads, a second at most. A drop that took a millisecond or more appears in the trace
 /// (`slow_drop`).
 ///
-/// A page is the cache's software page. Offsets are bytes. Bytes that were never written read zero.
-///
-/// The second field is the number of the file's writeback failures that this handle has reported so far.
+/// A *page* is the cache's software page ([`Builder::page`]). Offsets are bytes. Bytes that were never written read
+/// zero. A *folio* is one page, or a *huge folio* of 2 MiB (one page if pages are larger), whose memory is handled as
+/// one object.
 ///
 /// ```
 /// use pagemill::PageCache;
@@ -157,11 +157,16 @@ pub(crate) struct File {
 /// let mut bytes = [0; 4];
 /// assert_eq!((file.read_at(&mut bytes, 5000)?, &bytes), (4, b"new\x07"));
 /// file.sync()?; // the store has the change from here on
+/// // An error of `close` comes with the handle, so that the program can try again. Here only the error is passed on.
 /// file.close().map_err(|(_file, error)| error)?;
 /// assert_eq!(&store.bytes()[5000..5003], b"new");
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-pub struct Mapping(Arc<File>, AtomicU32);
+pub struct Mapping(
+    Arc<File>,
+    /// Number of the file's writeback failures that this handle has reported so far.
+    AtomicU32,
+);
 
 impl Mapping {
     /// Returns the length of the file in bytes.

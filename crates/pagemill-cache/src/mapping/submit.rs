@@ -49,9 +49,12 @@ impl AsyncReads {
 pub(crate) type ReadError = Guarded<Option<Error>>;
 
 impl File {
-    /// Submits the read of the first of some missing pages, and of following ones of the same transfer. Returns the
-    /// request that reads the page, and where its error will be, unless another call has submitted it. Returns `None`
-    /// if the page is in memory, unless it was truncated or evicted meanwhile.
+    /// Submits a read that begins with the first of `pages` and includes as many of the others as one transfer can
+    /// read. If another call reads that page already, submits nothing.
+    ///
+    /// Returns the request that reads the first page. If this call has submitted the request, also returns the place in
+    /// which its error will be stored. Returns `None` if the page is in memory; until the caller uses it, the page can
+    /// be truncated or evicted.
     pub(crate) fn submit(
         self: &Arc<Self>,
         pages: Range<u64>,

@@ -50,14 +50,14 @@ impl Builder {
         }
     }
 
-    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half of the
-    /// limit and one huge folio: some blocks are only partly used, and free blocks are not returned before memory is
-    /// needed. The default is a quarter of the machine's memory.
+    /// Sets the maximum total bytes of the cache's folios (pages and huge pages of its files). The memory of the cache
+    /// may exceed the limit by half of the limit and one huge folio: some blocks are only partly used, and free blocks
+    /// are not returned before memory is needed. The default is a quarter of the machine's memory.
     pub fn limit(self, bytes: u64) -> Self {
         Self { limit_bytes: Some(bytes), ..self }
     }
 
-    /// Sets the software page, which is the smallest folio. The default is the OS page.
+    /// Sets the software page: the unit in which files get memory, and the smallest folio. The default is the OS page.
     pub fn page(self, page: PageSize) -> Self {
         Self { page, ..self }
     }
@@ -112,19 +112,20 @@ impl Builder {
         self.limit_bytes.unwrap_or_else(|| (pagemill_sys::process::machine_bytes() / 4).max(self.page.bytes() as u64))
     }
 
-    /// Creates the cache as one of the page caches of the process ([`Caches::of_process`]).
+    /// Creates the cache. The first cache of the process also creates what all page caches share.
     ///
     /// Cost: address space for the limit, and for 16 bytes of metadata for each page of the limit. Memory becomes
     /// resident as files are written.
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`](pagemill_core::Error::BadLength) for a limit below one page.
+    /// [`Error::BadLimit`](pagemill_core::Error::BadLimit) for a limit below one page.
     /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
-    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if there are [`MAX_CACHES`](super::MAX_CACHES) already.
+    /// [`Error::TooMany`](pagemill_core::Error::TooMany) if the process has 256 page caches.
     /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid percentages of dirty pages.
-    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. With reserved huge pages,
-    /// also the errors of [`Source::Hugetlb`].
+    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. With reserved huge pages
+    /// (feature `hugetlb`), also [`Error::NoHugetlb`](pagemill_core::Error::NoHugetlb) and
+    /// [`Error::Unsupported`](pagemill_core::Error::Unsupported).
     pub fn build(self) -> Result<PageCache> {
         self.build_in(Caches::of_process()?)
     }

@@ -76,8 +76,9 @@ impl Caches {
 
     pub(crate) fn make(&'static self, settings: Builder) -> Result<PageCache> {
         let limit_bytes = settings.limit_bytes();
-        if limit_bytes < settings.page.bytes() as u64 {
-            return Err(Error::BadLength { len_bytes: limit_bytes });
+        let page_bytes = settings.page.bytes() as u64;
+        if limit_bytes < page_bytes {
+            return Err(Error::BadLimit { limit_bytes, page_bytes });
         }
         let balance = Balance::new(&settings.writeback, limit_bytes)?;
         let nodes = self.forests.forest()?;
@@ -324,7 +325,7 @@ impl Inner {
     /// Returns the error for a cache of the parent process.
     #[cold]
     fn parent_cache_error() -> Error {
-        Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
+        Error::WrongState { what: "the cache belongs to the parent process: a fork child must create its own" }
     }
 
     /// Allocates and charges a folio of 2^`order` pages, which the caller owns exclusively.
@@ -588,6 +589,9 @@ impl Drop for Inner {
 /// A cache of files. Clones are handles of the same cache. The cache ends when its last handle and its last file are
 /// dropped.
 ///
+/// A file exists in memory only ([`PageCache::create`]), or caches a store, such as a file on disk
+/// ([`PageCache::open`]). Its memory consists of *folios*: a folio is one page, or a huge page of 2 MiB.
+///
 /// ```
 /// use pagemill::PageCache;
 ///
@@ -608,7 +612,8 @@ impl PageCache {
         Builder::new(name)
     }
 
-    /// Creates an empty file without a store.
+    /// Creates an empty file without a store: its bytes exist in memory only. [`Mapping::cursor`] gives the file a
+    /// position, for code that uses [`Read`](std::io::Read), [`Write`](std::io::Write) and [`Seek`](std::io::Seek).
     ///
     /// Cost: some 200 bytes.
     ///
@@ -620,7 +625,19 @@ impl PageCache {
     }
 
     /// Opens a store as a cached file. Reads load bytes from the store unless they are in memory already. Written bytes
-    /// stay in memory until writeback ([`Writeback`](crate::mapping::Writeback)) or [`Mapping::sync`].
+    /// stay in memory until writeback ([`Writeback`](crate::mapping::Writeback)) or [`Mapping::sync`]. A file on disk
+    /// is a [`FileStore`](pagemill_store::FileStore):
+    ///
+    /// ```no_run
+    /// use pagemill::PageCache;
+    /// use pagemill::store::FileStore;
+    /// use std::sync::Arc;
+    ///
+    /// let cache = PageCache::builder("tables").limit(1 << 30).build()?;
+    /// let file = cache.open(Arc::new(FileStore::open("table.db")?))?;
+    /// # drop(file);
+    /// # Ok::<(), pagemill::Error>(())
+    /// ```
     ///
     /// Cost: about 1 KiB. The cache's first file with a store adds 5 bytes for each page of the limit, as pages come
     /// into use.
@@ -702,7 +719,7 @@ impl PageCache {
     /// Frees all free chunks of the cache, whose memory then belongs to the system again. Returns the number of freed
     /// bytes. Reclaim does the same when memory is needed. A chunk that a [`Queue`] has registered is not freed by this
     /// call. The queue's thread releases it later: when it waits, requests a page, or drops the queue. Reserved huge
-    /// pages are returned when the cache ends ([`Source::Hugetlb`](crate::mapping::Source::Hugetlb)).
+    /// pages (feature `hugetlb`) are returned when the cache ends.
     ///
     /// [`Queue`]: crate::mapping::Queue
     pub fn give_back(&self) -> u64 {

@@ -69,6 +69,9 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Reads pages of a cache's files into memory for one thread, which requests many pages and takes a completion for
 /// each.
 ///
+/// A queue is not `Send`: create it in the thread that uses it. A queue is no `Iterator` either, although it has a
+/// method [`next`](Queue::next): so a loop can request more pages between two completions.
+///
 /// If another thread needs a requested page at once, that thread reads it, and the queue reports its completion.
 ///
 /// ```
@@ -112,6 +115,7 @@ pub struct Queue {
 
 impl PageCache {
     /// Creates a queue of this thread for up to `depth` pages at a time. Limits `depth` to 1..=4096 ([`Queue::depth`]).
+    /// No other thread can use the queue.
     ///
     /// # Errors
     ///
@@ -140,7 +144,7 @@ impl Queue {
         let file = &mapping.0;
         file.check_inside(offset)?;
         if !Arc::ptr_eq(&file.cache, &self.cache.0) {
-            return Err(Error::WrongState { what: "a file of another cache" });
+            return Err(Error::WrongState { what: "the file belongs to another cache" });
         }
         if file.store.is_none() {
             // A hole is zero without memory.

@@ -99,9 +99,9 @@ impl Mapping {
         }
     }
 
-    /// Starts reads of the missing pages of a range (`u64::MAX` bytes: up to the end), and returns their bytes without
-    /// waiting (`POSIX_FADV_WILLNEED`). Starts fewer reads if a 16th of the cache's limit is in flight, or if eviction
-    /// frees too little. Returns 0 for a store with blocking calls only
+    /// Starts reads of the missing pages of a range (`u64::MAX` bytes: up to the end), and does not wait for the reads
+    /// (`POSIX_FADV_WILLNEED`). Returns the number of bytes that will be read. Starts fewer reads if a 16th of the
+    /// cache's limit is in flight, or if eviction frees too little. Returns 0 for a store with blocking calls only
     /// ([`pagemill_store::Store::is_asynchronous`]). If a read fails, the call that needs the bytes repeats it.
     ///
     /// Cost: some microseconds for each transfer of up to 2 MiB.

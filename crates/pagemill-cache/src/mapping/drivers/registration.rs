@@ -1,10 +1,11 @@
 //! Registers memory of a cache with the ring of a queue. The kernel keeps registered pages pinned, so a read into them
 //! costs less CPU time.
 //!
-//! Registers regions of 64 MiB at most. A region is registered once as many bytes were read into it as it has. The pool
-//! leases the region's chunks, and keeps their memory meanwhile. Only the ring's own thread can unregister memory. So
-//! reclaim sets a flag ([`Pool::request_lease_end`]) and calls the queue's waker. The queue's next call then
-//! unregisters all regions. If the owner neither calls nor listens, they stay registered until the queue is dropped.
+//! Registers regions of 64 MiB at most. A region is registered when the bytes read into it add up to its length. The
+//! pool leases the region's chunks, and keeps their memory meanwhile. Only the ring's own thread can unregister memory.
+//! So reclaim sets a flag ([`Pool::request_lease_end`]) and calls the queue's waker. The queue's next call then
+//! unregisters all regions. If the queue's thread makes no call after it was woken, the regions stay registered until
+//! the queue is dropped.
 #![allow(unsafe_code)] // leased memory as a buffer
 
 use crate::folio::Pool;

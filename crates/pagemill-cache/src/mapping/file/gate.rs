@@ -1,7 +1,8 @@
 //! The gate of a file: a lock that writers hold shared, and removals of pages exclusively.
 //!
 //! The gate is held for the copy of one folio, never while a thread waits for anything else. A page fault handler does
-//! not take it: the caller's buffer may lie in a view of the same file, and the copy would then deadlock.
+//! not take it: a page fault in the caller's buffer may be resolved by a read of the same file, and the copy would then
+//! deadlock.
 
 use pagemill_core::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 

@@ -418,12 +418,9 @@ impl Drop for Pin<'_> {
 /// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-///
-/// # Invariants
-///
-/// The folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
 #[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {
+    // Type invariant: the folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
     file: &'file File,
     /// Number of the folio's first page.
     number: u32,
@@ -451,8 +448,8 @@ impl Deref for Exclusive<'_> {
 
 impl DerefMut for Exclusive<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and the borrow is unique. Optimistic readers may copy the bytes by opaque calls; they
-        // discard the copy.
+        // SAFETY: as in `deref`, and the borrow is unique. A reader without a pin may copy the bytes meanwhile, by code
+        // that is opaque to the compiler (`folio::bytes`), and discards the copy.
         unsafe { std::slice::from_raw_parts_mut(self.file.pool.addr(self.number) as *mut u8, self.len_bytes) }
     }
 }

@@ -20,9 +20,9 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::WrongState`] if the file has changes that are not synced; nothing has changed then. [`Error::Busy`] if
-    /// a folio is pinned or held for a second; the length was adopted, and that folio and later ones are unchanged.
-    /// [`Error::Busy`] also if writes in flight do not complete (see [`Mapping::sync`]). [`Error::Store`] if the store
-    /// cannot report its size. [`Error::FileTooLarge`].
+    /// a folio is pinned or held for a second; the file then has the store's length, but that folio and the folios
+    /// behind it keep their bytes. [`Error::Busy`] also if writes in flight do not complete (see [`Mapping::sync`]).
+    /// [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
     pub fn refresh(&self) -> Result<()> {
         let file = &*self.0;
         file.check(0, 0)?;

@@ -62,8 +62,11 @@ impl File {
     }
 
     /// Splits a huge folio and frees its unused pages (zero, or past the end of the file), if at least a quarter of the
-    /// pages are unused. For the background scan (`Counter::HugeSplitBehind`), keeps one page if all pages are zero and
-    /// a read would then allocate a folio by the cache's policy. So the next read finds a folio.
+    /// pages are unused.
+    ///
+    /// The background scan passes `Counter::HugeSplitBehind`. If all pages are unused, one of them is then kept,
+    /// provided that the cache's policy allocates a folio for a read of a hole: the next read would only allocate a
+    /// folio again.
     pub(crate) fn split_sparse_at(&self, first: u64, number: u32, counter: Counter) -> SparseSplitOutcome {
         let pages = 1 << self.pool.chunk_order;
         // The first check takes no pin or lock, so each page is checked again below.

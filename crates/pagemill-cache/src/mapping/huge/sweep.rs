@@ -7,13 +7,14 @@
 //!          `---------- written to ----------'---------------------------------------------------'
 //! ```
 //!
-//! Only folios of files without a store are split. Such files have no writeback, so the dirty bit of a huge folio
-//! records a write since the last round of the hand. The chunk's scan word holds the folio's version and scan state. So
-//! folios that are written all the time are never checked, and folios that were found dense are skipped. The pages of a
-//! split folio stay small until the last page of its range is written, because only that write proposes a collapse.
+//! Only folios of files without a store are split. Such files have no writeback, so the dirty bit of a huge folio is
+//! free for another use: it records a write since the clock hand last passed the folio. The chunk's scan word holds the
+//! folio's version and scan state. So folios that are written all the time are never checked, and folios that were
+//! found dense are skipped. The pages of a split folio stay small until the last page of its range is written, because
+//! only that write queues the range for a collapse.
 //!
-//! The hand stops after a round that found nothing new. A huge folio that is created partly, zeroed partly or collapsed
-//! with holes starts the hand again ([`File::note_sparse`]). Writing zeros over data does not.
+//! The clock hand stops after a round that found nothing new. A huge folio that is created partly, zeroed partly or
+//! collapsed with holes starts the hand again ([`File::note_sparse`]). Writing zeros over data does not.
 
 use crate::folio::word::Kind;
 use crate::mapping::File;

@@ -130,7 +130,9 @@ impl Balance {
     pub fn new(settings: &Writeback, limit_bytes: u64) -> Result<Self> {
         let Writeback { age, background_percent, most_percent, timeout } = settings;
         if background_percent > most_percent || *most_percent > 100 {
-            return Err(Error::WrongState { what: "shares of dirty pages: background <= most <= 100 percent" });
+            return Err(Error::WrongState {
+                what: "the shares of dirty pages must be background <= most <= 100 percent",
+            });
         }
         let share = |percent: u8| (u128::from(limit_bytes) * u128::from(percent) / 100) as u64;
         let (background_bytes, most_bytes) = (share(*background_percent), share(*most_percent));

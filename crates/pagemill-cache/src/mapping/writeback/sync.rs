@@ -80,7 +80,9 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// See [`Mapping::sync`]. The handle is returned with the error, so nothing is lost.
+    /// See [`Mapping::sync`]. The handle is returned with the error, so nothing is lost. A program that only passes the
+    /// error on calls `file.close().map_err(|(_file, error)| error)?`. The handle is then dropped, and the drop of a
+    /// file's last handle tries once more to write back.
     pub fn close(self) -> std::result::Result<(), (Self, Error)> {
         self.sync().map_err(|error| (self, error))
     }

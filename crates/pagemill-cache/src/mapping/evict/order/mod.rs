@@ -166,7 +166,7 @@ pub trait Folios {
 pub struct GhostKey(u64);
 
 impl GhostKey {
-    /// Returns the key of a folio of 2^`order` pages that begins at `index` of a file.
+    /// Returns the key of the folio of 2^`order` pages that begins at page `index` of the file with the id `file`.
     pub fn of(file: u32, index: u64, order: u8) -> Self {
         // The last step of splitmix64: every bit of the input affects every bit of the hash.
         let mut bits = (u64::from(file) << 40 ^ index ^ u64::from(order) << 32).wrapping_add(0x9e37_79b9_7f4a_7c15);
