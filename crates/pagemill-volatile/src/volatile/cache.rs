@@ -28,9 +28,10 @@ const SWEEP_AFTER_KEYS: usize = 16;
 #[diagnostic::on_unimplemented(
     message = "values of type `{Self}` cannot be stored in a `VolatileCache`",
     label = "not a `Blob`",
-    note = "`String`, arrays of bytes and, with `bytemuck::Pod` items, vectors are; implement `Blob` for other types"
+    note = "`String`, `Bytes`, `[u8; N]` and, with `T: bytemuck::Pod`, `Vec<T>` are; implement `Blob` for other types"
 )]
-/// A type whose values a cache can store: it converts to bytes and back.
+/// A type whose values a cache can store: it converts to bytes and back. Implemented for `String`, for byte arrays
+/// `[u8; N]`, for `Vec<T>` if `T` is plain data (`bytemuck::Pod`), and for `bytes::Bytes`.
 ///
 /// ```
 /// use pagemill::volatile::{Blob, VolatileCache};
@@ -81,7 +82,8 @@ impl Blob for Vec<u8> {
     }
 }
 
-/// Vectors of plain data, such as `Vec<u8>` and `Vec<f32>`.
+/// Vectors of plain data, such as `Vec<u8>` and `Vec<f32>`. A program makes its own type plain data by
+/// `#[derive(bytemuck::Pod, bytemuck::Zeroable)]`; it then depends on the crate `bytemuck` 1 with its feature `derive`.
 #[cfg(feature = "bytemuck")]
 impl<T: bytemuck::Pod> Blob for Vec<T> {
     fn len_bytes(&self) -> usize {
@@ -165,6 +167,9 @@ struct TableShard<K> {
 
 /// A map from keys to values that memory pressure may purge.
 ///
+/// Values are [`Blob`]s: strings, byte arrays, vectors of plain data (`bytemuck::Pod`), `bytes::Bytes`, or types of the
+/// program that implement the trait. [`VolatileCache::insert`] borrows the value, because it copies the bytes.
+///
 /// Cost of a hit: the lock of one of 64 shards, and a pin. [`VolatileCache::get`] also copies the value,
 /// [`VolatileCache::read`] does not.
 ///
@@ -172,11 +177,26 @@ struct TableShard<K> {
 /// use pagemill::Error;
 /// use pagemill::VolatileCache;
 ///
-/// let cache = VolatileCache::<String, Vec<u8>>::new()?;
-/// let thumbnail = cache.get_or_try_insert("a.png".to_owned(), || Ok::<_, Error>(vec![7; 100_000]))?;
-/// assert_eq!(thumbnail.len(), 100_000);
-/// // Later: `None` if the value was purged.
-/// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
+/// let cache = VolatileCache::<String, Vec<f32>>::new()?;
+/// let row = vec![0.5; 1000];
+/// cache.insert("first".to_owned(), &row)?;
+/// assert!(cache.get("first").is_none_or(|found| found == row)); // `None` if the value was purged
+/// let second = cache.get_or_try_insert("second".to_owned(), || Ok::<_, Error>(vec![1.5; 1000]))?;
+/// assert_eq!(second.len(), 1000);
+/// assert!(cache.read("second", |bytes| bytes.len()).is_none_or(|len| len == 4000)); // without a copy
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+///
+/// A test can purge all values with `Pagemill::give_all_back` of the crate `pagemill`, to check that the program
+/// computes them again. Values that are being read stay, and of more than 30,000 values those used last.
+///
+/// ```
+/// use pagemill::{Pagemill, VolatileCache};
+///
+/// let cache = VolatileCache::<u32, String>::new()?;
+/// cache.insert(1, &"one".to_owned())?;
+/// Pagemill::of_process()?.give_all_back();
+/// assert_eq!(cache.get(&1), None);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct VolatileCache<K, V: Blob> {
@@ -187,7 +207,10 @@ pub struct VolatileCache<K, V: Blob> {
     _values: PhantomData<fn() -> V>,
 }
 
-/// Number of lookups in a [`VolatileCache`] since its creation, by result.
+/// Number of lookups in a [`VolatileCache`] since its creation, by result. Lookups are the calls of
+/// [`get`](VolatileCache::get), [`read`](VolatileCache::read) and
+/// [`get_or_try_insert`](VolatileCache::get_or_try_insert). Other calls, such as `insert`, `remove` and `iter`, count
+/// as none.
 ///
 /// Example: [`VolatileCache::counts`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -209,7 +232,7 @@ struct ShardCounts {
 }
 
 impl<K, V: Blob> VolatileCache<K, V> {
-    /// Returns the number of lookups since the cache was created, by result.
+    /// Returns the number of lookups since the cache was created, by result ([`CacheCounts`] says which calls count).
     ///
     /// ```
     /// let cache = pagemill::VolatileCache::<u32, Vec<u8>>::new()?;
@@ -248,7 +271,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     ///
     /// # Errors
     ///
-    /// Errors of [`Base::of_process`](crate::Base::of_process).
+    /// [`Error::System`] if the first use of the library fails.
     pub fn new() -> Result<Self, Error> {
         Ok(Self::new_in(crate::Base::of_process()?.ranges))
     }
@@ -331,7 +354,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     ///
     /// # Errors
     ///
-    /// As [`Ranges::allocate`]. After an error the key has no value.
+    /// As [`VolatileBuf::new`], but a value may have a length of zero. After an error the key has no value.
     pub fn insert(&self, key: K, value: &V) -> Result<(), Error> {
         let cell = self.cell_or_insert(self.shard_of(&key), key);
         let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);

@@ -34,12 +34,8 @@ pub enum Contents {
 
 /// A volatile range: memory whose contents the program can recreate.
 ///
-/// [`Ranges::allocate`] allocates a range, which is held at first. Dropping the range frees its memory for reuse.
-///
-/// # Invariants
-///
-/// The `len_bytes` bytes at `addr` are readable and writable and belong to the entry of this range only. A purge
-/// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
+/// A new range is *held*: its bytes stay. After [`VolatileBuf::mark`] they may be purged, until
+/// [`VolatileBuf::unmark`], which reports whether they survived. Dropping the range frees its memory for reuse.
 ///
 /// ```
 /// use pagemill::{Contents, VolatileBuf};
@@ -53,7 +49,24 @@ pub enum Contents {
 /// }
 /// # Ok::<(), pagemill::Error>(())
 /// ```
+///
+/// A test can purge all marked ranges that are not pinned with `Pagemill::give_all_back` of the crate `pagemill`, to
+/// check that the program computes their bytes again. Ranges with [`Behaviour::Partial`] are then purged as a whole,
+/// too, unless they have more than 100 chunks.
+///
+/// ```
+/// use pagemill::{Contents, Pagemill, VolatileBuf};
+///
+/// let mut tile = VolatileBuf::new(1 << 20)?;
+/// tile.bytes_mut()?.fill(7);
+/// tile.mark()?;
+/// Pagemill::of_process()?.give_all_back();
+/// assert_eq!(tile.unmark()?, Contents::Purged { kept_bytes: 0 });
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct VolatileBuf {
+    // Type invariant: the `len_bytes` bytes at `addr` are readable and writable and belong to the entry of this range
+    // only. A purge changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
     ranges: &'static Ranges,
     number: u32,
     addr: NonNull<u8>,
@@ -66,13 +79,16 @@ unsafe impl Send for VolatileBuf {}
 unsafe impl Sync for VolatileBuf {}
 
 impl VolatileBuf {
-    /// Allocates `len_bytes` of zeros, which are held at first. Reclaim purges the buffer as a whole.
+    /// Allocates `len_bytes`, which are held at first. They are zeros, or contents of memory that this process has
+    /// freed. Reclaim purges the buffer as a whole.
     ///
     /// Cost: that of a large allocation. No byte is resident before it is written.
     ///
     /// # Errors
     ///
-    /// As [`Ranges::allocate`], and those of [`Base::of_process`](crate::Base::of_process).
+    /// [`Error::NoMemory`] over the limit. [`Error::NoAddresses`] if the buffer is too long, or if there are 2^24
+    /// ranges. [`Error::BadLength`] for zero bytes. [`Error::System`] if the kernel refuses the memory, or if the first
+    /// use of the library fails.
     pub fn new(len_bytes: usize) -> Result<Self> {
         Self::with(len_bytes, Behaviour::Full)
     }
@@ -81,7 +97,7 @@ impl VolatileBuf {
     ///
     /// # Errors
     ///
-    /// As [`VolatileBuf::new`].
+    /// As [`VolatileBuf::new`]. [`Error::BadChunk`] for chunks that are not a multiple of the OS page.
     pub fn with(len_bytes: usize, behaviour: Behaviour) -> Result<Self> {
         crate::Base::of_process()?.ranges.allocate(len_bytes, behaviour)
     }
