@@ -62,8 +62,7 @@ pub struct Row {
 
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
-        /// The counters. The value of a variant is the index of the counter on the page of figures. A new counter must
-        /// be appended. Any other change of this list needs a new [`VERSION`].
+        /// The counters. The value of a variant is the index of its [`Row`] in [`TABLE`].
         ///
         /// Example: [`Snapshot`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,6 +89,7 @@ macro_rules! counters {
     };
 }
 
+// A new counter must be appended. Any other change of this list needs a new `VERSION`.
 counters! {
     /// Memory charged: small + heap + c_library + cache.
     resident: Resident, Gauge, Bytes;
@@ -141,7 +141,7 @@ counters! {
     refilled: Refilled, Sum, Bytes;
     /// Bytes that calloc did not have to zero.
     calloc_skipped: CallocSkipped, Sum, Bytes;
-    /// Times that the small allocator was refused pages of an extent.
+    /// Times that the small allocator got no memory for pages of an extent, at the limit or from the kernel.
     extents_refused: ExtentsRefused, Sum, Count;
     /// Resident metadata of the arena, heap, volatile ranges, page caches and slab caches. As of the last measurement.
     metadata: Metadata, Gauge, Bytes;

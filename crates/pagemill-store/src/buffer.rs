@@ -49,10 +49,6 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 
 /// Zeroed memory with the alignment that direct transfers need.
 ///
-/// # Invariants
-///
-/// `bytes` was allocated with `layout` and is owned by this value alone.
-///
 /// ```
 /// use pagemill::store::{Aligned, Buffer};
 ///
@@ -61,6 +57,7 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 /// assert_eq!((memory.len_bytes(), memory.addr().as_ptr() as usize % 4096), (4096, 0));
 /// ```
 pub struct Aligned {
+    // Type invariant: `bytes` was allocated with `layout` and is owned by this value alone.
     bytes: NonNull<u8>,
     len_bytes: usize,
     layout: Layout,

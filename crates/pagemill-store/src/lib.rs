@@ -35,6 +35,7 @@ pub use buffer::{Aligned, Buffer};
 pub use faulty::{Faults, FaultyStore};
 pub use file::{FileOptions, FileStore};
 pub use memory::MemoryStore;
+pub use pagemill_sys::disk::Alignment;
 pub use ring::Ring;
 pub use transfer::{Cancel, Direction, Finish, Gather, Transfer};
 
@@ -157,8 +158,8 @@ pub trait Store: Any + Send + Sync {
         false
     }
 
-    /// Returns this store as a [`FileStore`]; `None` if the store is of another type. A [`Ring`] can do transfers only
-    /// with a [`FileStore`].
+    /// Returns this store as a [`FileStore`]; `None` if the store is of another type. The rings of this
+    /// library (io_uring) can do transfers only with a [`FileStore`].
     fn as_file(&self) -> Option<&FileStore> {
         None
     }

@@ -35,7 +35,7 @@ pub struct Facts {
     pub block_bytes: usize,
 }
 
-/// Alignment that direct transfers require.
+/// Alignment that direct transfers (`O_DIRECT`) with a file require.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Alignment of the buffer's address, in bytes.

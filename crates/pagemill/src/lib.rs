@@ -9,7 +9,7 @@
 //! | memory that can be computed again | [`VolatileBuf`], [`VolatileCache`] | [`volatile`] |
 //! | files in memory; files on disk, cached | [`PageCache`] | [`cache`], [`store`] |
 //! | many small objects | [`HandleMap`] | [`slab`] |
-//! | statistics, settings | [`Pagemill`] | [`stats`] |
+//! | statistics, settings, purging all volatile memory in a test | [`Pagemill`] | [`stats`] |
 //!
 //! ```
 //! use pagemill::{Contents, HandleMap, PageCache, VolatileBuf, slab};
@@ -21,20 +21,37 @@
 //! if let Contents::Purged { .. } = tile.unmark()? { /* compute the bytes again */ }
 //!
 //! // Files in memory, in huge pages, at most 64 MiB.
-//! let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
-//! let file = cache.create()?;
-//! file.write_at(b"hello", 1000)?;
+//! let tiles = PageCache::builder("tiles").limit(64 << 20).build()?;
+//! let file = tiles.create()?; // a file on disk: `tiles.open(Arc::new(FileStore::open("f")?))?`
+//! file.write_at(b"hello", 1000)?; // or `file.cursor()`, for `Read`, `Write` and `Seek`
+//! file.close().map_err(|(_file, error)| error)?;
 //!
 //! // Values that the map may move, to give memory back.
 //! let names = HandleMap::<String>::new("names")?;
 //! let handle = names.insert("pagemill".to_owned())?;
-//! assert_eq!(names.get(handle, &slab::enter()).map(String::as_str), Some("pagemill"));
+//! let guard = slab::enter(); // values that were read under the guard stay until it is dropped
+//! assert_eq!(names.get(handle, &guard).map(String::as_str), Some("pagemill"));
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! A program depends on this crate only, and the examples of all items use no other crate of Pagemill.
+//! # Dependencies
 //!
-//! [`Error`] converts to [`std::io::Error`], which has the original error as its source.
+//! ```toml
+//! [dependencies]
+//! pagemill = { path = "pagemill/crates/pagemill" } # where the repository lies
+//! ```
+//!
+//! A program depends on this crate only, and the examples of all items use no other crate of Pagemill. Values of a
+//! [`VolatileCache`] can be `bytes::Bytes` and `Vec<T>` with `T: bytemuck::Pod`; a program that names these types also
+//! depends on the crate `bytes` (version 1) or `bytemuck` (version 1).
+//!
+//! This library compiles no C code, so it needs no C compiler and no `make`. (Only the preload library of `pagemill
+//! run`, which contains jemalloc, needs them.)
+//!
+//! # Errors
+//!
+//! [`Error`] converts to [`std::io::Error`], which contains the original error and prints the same text. A failed
+//! insert into a slab cache returns a [`slab::InsertError`] with the value; it converts to both errors.
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
@@ -49,6 +66,9 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 
 /// The page cache: files in memory, with or without a store from which their pages are read.
 ///
+/// A file is a [`Mapping`](cache::Mapping). Its memory consists of *folios*: a folio is one page of the cache, or a
+/// huge page of 2 MiB, that is handled as one object.
+///
 /// ```
 /// use pagemill::PageCache;
 ///
@@ -58,7 +78,23 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 /// let mut bytes = [0; 5];
 /// assert_eq!(file.read_at(&mut bytes, 1000)?, 5);
 /// assert_eq!(&bytes, b"hello");
+/// file.close().map_err(|(_file, error)| error)?; // an error of `close` returns the file, too
 /// # Ok::<(), pagemill::Error>(())
+/// ```
+///
+/// A file on disk is opened with a [`FileStore`](store::FileStore):
+///
+/// ```no_run
+/// use pagemill::PageCache;
+/// use pagemill::store::FileStore;
+/// use std::io::Write;
+/// use std::sync::Arc;
+///
+/// let cache = PageCache::builder("logs").limit(64 << 20).build()?;
+/// let file = cache.open(Arc::new(FileStore::open("log.txt")?))?;
+/// writeln!(file.cursor(), "first line")?; // `cursor` has a position, for `Read`, `Write` and `Seek`
+/// file.close().map_err(|(_file, error)| error)?; // the line is durable
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub mod cache {
     pub use pagemill_cache::{
@@ -105,11 +141,13 @@ pub mod slab {
 /// ```
 pub mod store {
     pub use pagemill_store::{
-        Aligned, Buffer, Cancel, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
+        Aligned, Alignment, Buffer, Cancel, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store,
+        Transfer,
     };
 }
 
-/// Volatile memory: its contents may be purged under memory pressure, because the program can compute them again.
+/// Volatile memory: its contents may be purged under memory pressure, because the program can compute them again. A
+/// test can purge all of it with [`Pagemill::give_all_back`](crate::Pagemill::give_all_back).
 ///
 /// ```
 /// use pagemill::VolatileCache;

@@ -54,8 +54,19 @@ impl Pagemill {
         self.0.helper.set_return(policy);
     }
 
-    /// Returns all free memory to the system, and purges all volatile memory. Returns the number of bytes that went
-    /// back.
+    /// Returns all free memory to the system, and purges volatile memory that is marked and not pinned. Returns the
+    /// number of bytes that went back. A test can call it to check that the program computes purged bytes again.
+    ///
+    /// ```
+    /// use pagemill::{Contents, Pagemill, VolatileBuf};
+    ///
+    /// let mut tile = VolatileBuf::new(1 << 20)?;
+    /// tile.bytes_mut()?.fill(7);
+    /// tile.mark()?;
+    /// Pagemill::of_process()?.give_all_back();
+    /// assert_eq!(tile.unmark()?, Contents::Purged { kept_bytes: 0 });
+    /// # Ok::<(), pagemill::Error>(())
+    /// ```
     pub fn give_all_back(self) -> u64 {
         self.0.account.give_all_back()
     }

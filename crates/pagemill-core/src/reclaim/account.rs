@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Shortest time in nanoseconds between two measurements of overcommitted memory. Amounts up to the `QUICK_` constants
-/// are measured at any time.
+/// take so little time that they are measured at once.
 const RECONCILE_NS: u64 = 2_000_000;
 
 /// If the overcommitted bytes exceed the resident bytes divided by this number, they are measured before the room below

@@ -79,7 +79,8 @@ enum Gap {
 /// The minimum of an amount over one age. A record for a different age discards the earlier records.
 #[derive(Default)]
 struct SingleAgeMinimum {
-    /// The minimum in each part of the age. The index is the part's number modulo [`STORED_PARTS`].
+    /// For each of the latest parts of the age, the least amount that was recorded in it. The index is the part's
+    /// number modulo [`STORED_PARTS`].
     least: [AtomicU64; STORED_PARTS],
     /// Number plus one of the part of the age to which the latest record belongs; 0 before the first record.
     current_part: AtomicU64,

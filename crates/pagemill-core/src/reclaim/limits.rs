@@ -1,9 +1,10 @@
 //! How much more memory may become resident before the kernel kills a process for it.
 //!
 //! [`Limits`] supplies the [`Room`], the bytes left below the nearest limit. [`super::kernel::Kernel`] reads it from
-//! the kernel; tests use a fake. [`Headroom`] samples the room as seldom as is safe: a sample gives credit for a part
-//! of the room, for as long as no other process could have used that room up. Below each limit there is a *margin*:
-//! memory is given back before usage enters it.
+//! the kernel; tests use a fake. Reading the room costs system calls, so [`Headroom`] reads it as seldom as is safe. A
+//! sample of the room gives *credit*: this process may use a part of the room without another sample, for as long as
+//! other processes cannot have used up the rest. Below each limit there is a *margin*: memory is given back before
+//! usage enters it.
 //!
 //! Uses `sync`. Locks: one, around a sample; a charge with credit does not take it.
 
@@ -172,7 +173,8 @@ const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 const RESERVE_DIVISOR: u64 = 64;
 /// Bounds of the reserve below a limit at which the kernel kills.
 const RESERVE_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
-/// The reserve is at most the limit divided by this number, also if that is less than the lower bound.
+/// The reserve is at most the limit divided by this number. Below a small limit that is less than the lower bound of
+/// [`RESERVE_BYTES`].
 const MAX_RESERVE_DIVISOR: u64 = 8;
 
 /// A group is near its limit if less than `1/NEAR_DIVISOR` of the limit is left. Then samples also read the reclaimable

@@ -1,9 +1,9 @@
 //! The registered owners of memory. They are called in order of cost, in bounded steps, and are not trusted.
 //!
 //! An owner that panics is not called again (where panics unwind; the preload library aborts). A call that does not
-//! return blocks only the thread that made it, and threads whose charge would be refused otherwise. All other threads
-//! skip that owner. The amounts that owners report are added with saturation. The limit is checked again after a
-//! reclaim, so a wrong report admits no charge.
+//! return blocks the thread that made it. Other threads then skip that owner, except for a thread whose charge would
+//! otherwise be refused: it waits. The amounts that owners report are added with saturation. After a reclaim the limit
+//! is checked again, so an owner that reports too much cannot make the process exceed its limit.
 //!
 //! Each charge needs the amounts, so Pagemill's own owners report them by a direct call: these only load counters. Only
 //! an owner of the program may panic there, and is called through `catch_unwind`.
@@ -85,8 +85,8 @@ impl RegisteredOwner {
         (!self.has_failed.load(Relaxed)).then(|| act(shrinker))
     }
 
-    /// Calls `act` with the owner, for calls that may take long. Returns `None` without a call if threads inside such
-    /// calls made no progress for [`BLOCKED_AFTER_NS`].
+    /// Calls `act` with the owner, for calls that may take long. Returns `None` without a call if other threads are
+    /// inside such calls, and for [`BLOCKED_AFTER_NS`] none of these calls has ended.
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         self.call_within(BLOCKED_AFTER_NS, act)
     }
