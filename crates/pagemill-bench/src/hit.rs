@@ -133,7 +133,8 @@ const THREAD_COUNTS: [Case; 2] = [1, 2];
 /// The case under which memory sizes and small files are reported, which do not depend on the number of threads.
 const SIZES_CASE: Case = 1;
 
-/// Measures the cost of cache hits, and the memory that caches use in addition to their pages. Adds rows and verdicts to the report.
+/// Measures the cost of cache hits, and the memory that caches use in addition to their pages. Adds rows and verdicts to
+/// the report.
 ///
 /// # Errors
 ///
@@ -164,8 +165,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Operations whose instructions are counted: metric of the operation's time, name, the subject that is the baseline,
-/// and the budget: the maximum number of instructions more than the baseline.
+/// The counted operations: metric of the operation's time, name, the subject that is the baseline, and the budget. The
+/// budget is the maximum number of instructions that the operation takes more than the baseline.
 const INSTRUCTION_BUDGETS: [(&str, &str, &str, f64); 4] = [
     (COPY_NS, "copy of 4 KiB", MEMCPY, 190.0),
     (PIN_NS, "pin, read 8 bytes, unpin", FRAMES, 160.0),
@@ -183,18 +184,9 @@ fn count_instructions(common: &CommonOptions, report: &mut Report) -> Result<()>
         let subjects: Vec<&Subject> = wanted.iter().filter(is_counted).copied().collect();
         study.measure_by_case((&[case], 1), &subjects, &[INSTRUCTIONS], |_, subject| {
             callgrind::count_instructions(subject.name, INSTRUCTIONS, |command, operations| {
-                command.args([
-                    "__hit",
-                    "--subject",
-                    subject.argument,
-                    "--threads",
-                    "1",
-                    "--mib",
-                    "16",
-                    "--run-ms",
-                    "0",
-                ]);
-                command.args(["--operation", operation, "--operations", &operations.to_string()]);
+                let words = ["__hit", "--subject", subject.argument, "--operation", operation];
+                let numbers = [("--threads", 1), ("--mib", 16), ("--run-ms", 0), ("--operations", operations)];
+                command.args(child::command_words(&words, &numbers));
             })
         })?;
         let metric = Metric::lower(INSTRUCTIONS, "instructions").against(baseline);

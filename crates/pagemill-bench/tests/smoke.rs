@@ -468,15 +468,16 @@ fn iozone_runs_on_files_in_the_page_cache() {
 }
 
 /// Pages are compared and then read in random order: by two threads in the page cache, in plain memory and in other
-/// caches, and by one thread in files. All pages must be found.
+/// caches, and by one thread in files. All pages must be found. A count of operations must measure no time.
 #[test]
 fn hits_find_their_pages() {
     for (subject, has_pins) in
         [("huge", true), ("dense", true), ("memcpy", false), ("frames", true), ("foyer", true), ("quick-cache", true)]
     {
         let numbers = ["--threads", "2", "--mib", "16", "--run-ms", "5"];
-        let line = rows(&[&["__hit", "--subject", subject], &numbers[..]].concat());
-
+        let hit = |more: &[&str]| rows(&[&["__hit", "--subject", subject], &numbers[..], more].concat());
+        let (line, counted) = (hit(&[]), hit(&["--operation", "copy_ns", "--operations", "99"]));
+        assert!(counted[0]["huge_share"].is_number() && counted[0]["copy_ns"].is_null(), "{counted:?}");
         let time = |metric: &str| line[0][metric].as_f64();
         assert!(time("copy_ns").is_some_and(|ns| ns > 0.0), "{subject}: {line:?}");
         assert_eq!(time("pin_ns").is_some_and(|ns| ns > 0.0), has_pins, "{subject}: {line:?}");
@@ -484,8 +485,7 @@ fn hits_find_their_pages() {
         assert_eq!(line[0]["frames_bytes"].as_f64().is_some_and(|bytes| bytes >= 16.0), is_own, "{subject}: {line:?}");
     }
     for subject in ["mmap", "pread"] {
-        let numbers = ["--threads", "1", "--mib", "4", "--run-ms", "5"];
-        let line = rows_on_files(&[&["__hit", "--subject", subject], &numbers[..]].concat());
+        let line = rows_on_files(&["__hit", "--subject", subject, "--threads", "1", "--mib", "4", "--run-ms", "5"]);
         assert!(line[0]["copy_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{subject}: {line:?}");
     }
 }

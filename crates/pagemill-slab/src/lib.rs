@@ -33,7 +33,7 @@ mod alloc {
     pub(crate) mod asymmetric_lock;
 }
 #[cfg(loom)]
-#[allow(dead_code)]
+#[allow(dead_code)] // the parts that only caches use
 mod read {
     pub(crate) mod epochs;
 }

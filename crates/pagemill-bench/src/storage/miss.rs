@@ -177,7 +177,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Ways to read whose instructions are counted: name, words of the workload's command line, and the budget of one read.
+/// The counted ways to read: name, words of the workload's command line, and the budget of instructions of one read.
 /// Futures are left out, because valgrind runs one thread at a time, and the count depends on its scheduling.
 const INSTRUCTION_BUDGETS: [(Case, [&str; 2], f64); 2] =
     [("one thread", ["--threads", "1"], 6600.0), ("queue of 32", ["--depth", "32"], 5500.0)];

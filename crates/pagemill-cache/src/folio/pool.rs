@@ -256,7 +256,8 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
-    /// In a fork child, whose parent's memory may not be mapped: [`Pool::frame_if_any`] returns no frame any more.
+    /// Called in a fork child for each pool of its parent. [`Pool::frame_if_any`] returns no frame from then on, because
+    /// the memory of these pools may not be mapped in the child.
     pub fn begin_child(&self) {
         self.opened_pages.store(0, Relaxed);
     }
