@@ -4,6 +4,7 @@ use super::{File, TimedWait};
 use crate::folio::{Frame, Owner};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
+use pagemill_sys::mem;
 use pagemill_xarray::Found;
 use std::ops::Range;
 
@@ -25,36 +26,42 @@ impl File {
     /// [`pagemill_core::Error::Busy`] if another thread holds the folio for a second.
     #[inline]
     pub(crate) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
-        match self.try_pin_page(index) {
+        let offset = self.offset_of(index);
+        match self.tree.hint(index).and_then(|found| self.try_pin_number(found.value, found.order, offset)) {
             Some((place, _)) => Ok(Some(place)),
             None => self.pin_page_slowly(index),
         }
     }
 
-    /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio.
-    #[inline(always)]
-    pub(crate) fn try_pin_page(&self, index: u64) -> Option<(Place, &'static Frame)> {
-        self.try_pin_number(self.tree.hint(index)?.value, index)
-    }
-
-    /// Pins the folio that begins at page `number` of the pool, if it has page `index` of this file. The number may be
-    /// wrong.
+    /// Pins the folio that begins at page `number` of the pool, if it has the byte at `offset` of this file. Number and
+    /// order may be wrong; the order is used only to prefetch the byte.
     ///
     /// Inlined with the creation of the guard, so that the guard stays in registers. A guard that is stored, and loaded
     /// by an instruction of another width, would stop the processor until all earlier instructions have completed. Then
     /// the cache misses of several pins could not overlap: one pin would take three times as long.
     #[inline(always)]
-    pub(crate) fn try_pin_number(&self, number: u64, index: u64) -> Option<(Place, &'static Frame)> {
+    pub(crate) fn try_pin_number(&self, number: u64, order: u32, offset: u64) -> Option<(Place, &'static Frame)> {
         let frame: &'static Frame = self.pool.frame_if_any(number)?;
+        self.prefetch(number as u32, order, offset);
+        let index = self.index_of(offset);
         let order = frame.word.pin().ok()?.order();
         let place = Place { number: number as u32, first: index >> order << order, order };
         // A pinned folio keeps its owner.
         if self.has_page_in(frame, index, order) {
-            self.note_use(frame, self.offset_of(index), 1);
+            self.note_use(frame, offset, 1);
             return Some((place, frame));
         }
         self.cache.unpin(place.number);
         None
+    }
+
+    /// Prefetches the byte at `offset` into the CPU cache, so that its cache miss overlaps with that of the folio's
+    /// state word. The folio of 2^`order` pages begins at page `number` of the pool. A wrong order does no harm.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, number: u32, order: u32, offset: u64) {
+        // Folios are aligned to their length in the file.
+        let at = offset as usize & ((1 << (self.pool.page_shift + order)) - 1);
+        mem::prefetch(self.pool.addr(number) + at);
     }
 
     /// Returns the entry of a page and its frame, without a lock or an epoch. Both may be outdated.

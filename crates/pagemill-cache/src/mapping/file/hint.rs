@@ -26,13 +26,33 @@ use pagemill_core::error::Result;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FolioHint {
-    /// Number of the folio's first page in the cache's memory.
-    number: u32,
+    /// For a folio of 2^`order` pages that begins at page `number` of the cache's memory: `2 * number + 2^order`. The
+    /// number is a multiple of 2^`order`, so the lowest 1 bit gives the order.
+    bits: u32,
 }
 
 impl Default for FolioHint {
     fn default() -> Self {
-        Self { number: u32::MAX }
+        Self { bits: u32::MAX }
+    }
+}
+
+impl FolioHint {
+    /// Returns the hint of a folio; the default hint for a folio behind the first 2^31 - 1 pages.
+    pub(super) fn of(number: u32, order: u8) -> Self {
+        number.checked_mul(2).map_or_else(Self::default, |twice| Self { bits: twice | 1 << order })
+    }
+
+    /// Returns the number of the folio's first page.
+    #[inline(always)]
+    fn number(self) -> u32 {
+        (self.bits & self.bits.wrapping_sub(1)) / 2
+    }
+
+    /// Returns the order that the folio had when it was found.
+    #[inline(always)]
+    fn order(self) -> u32 {
+        self.bits.trailing_zeros()
     }
 }
 
@@ -51,7 +71,7 @@ impl Mapping {
             Some(pin) => Ok(pin),
             None => {
                 let pin = self.pin(offset)?;
-                hint.number = pin.number();
+                *hint = pin.hint();
                 Ok(pin)
             }
         }
@@ -74,7 +94,7 @@ impl Mapping {
         }
         let read = self.read_at(to, offset)?;
         if let Some((found, _)) = self.0.hint(self.0.index_of(offset)) {
-            hint.number = found.value as u32;
+            *hint = FolioHint::of(found.value as u32, found.order as u8);
         }
         Ok(read)
     }
@@ -88,16 +108,31 @@ impl File {
         if offset >= self.size_bytes() {
             return None;
         }
-        let (place, frame) = self.try_pin_number(u64::from(hint.number), self.index_of(offset))?;
+        let (place, frame) = self.try_pin_number(hint.number().into(), hint.order(), offset)?;
         Some(self.guard(place, frame, offset))
     }
 
     /// Fills `to` from the folio of a hint. Returns as [`File::try_read_folio`].
     #[inline(always)]
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
-        let Some(frame) = self.pool.frame_if_any(u64::from(hint.number)) else { return false };
+        let Some(frame) = self.pool.frame_if_any(hint.number().into()) else { return false };
         let seen = frame.word.load();
         // Only live folios: a frozen one may have left the file's index already.
-        seen.is_live() && self.try_read_folio(hint.number, frame, seen, to, offset)
+        seen.is_live() && self.try_read_folio(hint.number(), frame, seen, to, offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hint_has_the_number_and_order_of_its_folio() {
+        for (number, order) in [(0, 0), (0, 9), (1, 0), (512, 9), (3 << 20, 20), ((1 << 31) - 2, 0), (1 << 30, 30)] {
+            let hint = FolioHint::of(number, order);
+            assert_eq!((hint.number(), hint.order()), (number, order.into()));
+        }
+        assert_eq!(FolioHint::of(1 << 31, 0), FolioHint::default(), "the number does not fit");
+        assert_eq!(FolioHint::default().number(), (1 << 31) - 1, "no pool of less than 8 TiB has this page");
     }
 }

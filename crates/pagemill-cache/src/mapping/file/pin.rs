@@ -3,6 +3,7 @@
 
 use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
+use crate::mapping::file::hint::FolioHint;
 use crate::mapping::index::Place;
 use crate::mapping::request::Purpose;
 use crate::mapping::writeback::dirty::DIRTY;
@@ -181,7 +182,8 @@ impl File {
         if offset >= self.size_bytes() {
             return None;
         }
-        let (place, frame) = self.try_pin_page(self.index_of(offset))?;
+        let found = self.tree.hint(self.index_of(offset))?;
+        let (place, frame) = self.try_pin_number(found.value, found.order, offset)?;
         Some(self.guard(place, frame, offset))
     }
 
@@ -363,8 +365,13 @@ impl Pin<'_> {
         std::mem::ManuallyDrop::new(self).place()
     }
 
+    /// Returns a hint of the pinned folio.
+    pub(super) fn hint(&self) -> FolioHint {
+        FolioHint::of(self.number(), self.frame.word.load().order())
+    }
+
     /// Returns the number of the folio's first page.
-    pub(super) fn number(&self) -> u32 {
+    fn number(&self) -> u32 {
         self.file.pool.number_of(self.frame)
     }
 

@@ -7,7 +7,6 @@ use crate::mapping::request::Purpose;
 use crate::mapping::{File, Mapping, TimedWait, in_pieces, one_by_one};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
-use pagemill_sys::mem;
 use std::io::IoSliceMut;
 
 impl Mapping {
@@ -52,9 +51,7 @@ impl File {
     #[inline(always)]
     fn try_read(&self, to: &mut [u8], offset: u64) -> bool {
         let Some((found, frame)) = self.hint(self.index_of(offset)) else { return false };
-        // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
-        let at = offset as usize % (1 << (self.pool.page_shift + found.order));
-        mem::prefetch(self.pool.addr(found.value as u32) + at);
+        self.prefetch(found.value as u32, found.order, offset);
         let seen = frame.word.load();
         // While a huge folio is split, its word is frozen and has its old order. Of that folio, only the page that the
         // index found is in the file for certain.
@@ -92,8 +89,7 @@ impl File {
         let index = self.index_of(offset);
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
-            // Prefetches the bytes into the CPU cache, so that their cache miss overlaps with that of the word.
-            mem::prefetch(self.pool.addr(number) + at);
+            self.prefetch(number, found.order, offset);
             let seen = frame.word.load();
             if seen.is_readable()
                 && u32::from(seen.order()) == found.order
