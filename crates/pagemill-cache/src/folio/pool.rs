@@ -1,6 +1,8 @@
 //! The memory pool of one cache: a reserved address range in chunks of pages, with 16 bytes of metadata for each page.
 #![allow(unsafe_code)] // copies to and from the pool's memory, returns it to the system
 
+mod chunks;
+
 use super::buddy::Buddies;
 use super::bytes;
 use super::frame::{Frame, Owner};
@@ -9,16 +11,10 @@ use super::word::{Kind, State, Word};
 use pagemill_core::arena::{Arena, Reserve, Table, place};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, Guarded, Relaxed};
+use pagemill_core::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
-
-/// The table of frames is allowed to use huge pages once this many bytes of it are in use.
-const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
-
-/// Bytes of the pool's address range that are opened (counted as committed by the system) in one step.
-const OPEN_STEP_BYTES: usize = 32 * BLOCK_BYTES;
 
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
@@ -315,119 +311,10 @@ impl Pool {
         })
     }
 
-    /// Makes a chunk resident and allocates from it, unless other threads free enough pages meanwhile.
-    fn allocate_from_new_chunk(&self, order: u8) -> Result<NewFolio> {
-        debug_assert!(order <= self.chunk_order, "a folio fits into a chunk");
-        let mut backoff = Backoff::new();
-        let chunk = loop {
-            let claimed = self.claim_empty_chunk();
-            if let Ok(Some(chunk)) = claimed {
-                break chunk;
-            }
-            // Another thread may use only a part of the chunk that it brings in.
-            if let Some(taken) = self.allocate_free(order) {
-                return Ok(taken);
-            }
-            claimed?;
-            backoff.pause();
-        };
-        let (first_block, blocks) = self.blocks_of(chunk);
-        let filled = if self.is_hugetlb() {
-            self.arena.populate_reserved(first_block, blocks)
-        } else {
-            let use_huge = self.use_huge.load(Relaxed);
-            // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-            unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop)
-        };
-        if let Err(error) = filled {
-            self.return_claimed_chunk(chunk);
-            // Another thread may have freed pages meanwhile.
-            return self.allocate_free(order).ok_or(error);
-        }
-        let filled = self.filled_chunks.fetch_add(1, Relaxed);
-        debug_assert!(filled < self.max_chunks, "each chunk counts once");
-        let number = chunk << self.chunk_order;
-        if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
-            self.frames.allow_huge();
-        }
-        (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
-        self.with_state(|state| {
-            debug_assert!(state.chunks_in_transit > 0, "this chunk is in transit");
-            state.chunks_in_transit -= 1;
-            state.buddies.leases.note_filled(chunk, true);
-            state.buddies.free(&self.frames, number, self.chunk_order, true);
-            // This step holds the lock since it freed the chunk, so no other thread can have allocated from it.
-            let taken = state.buddies.allocate(&self.frames, order);
-            taken.map(|(number, is_zero)| NewFolio { number, order, is_zero }).ok_or_else(|| self.pool_full_error())
-        })
-    }
-
     /// Returns the error for a pool that has reached its maximum.
     fn pool_full_error(&self) -> Error {
         let (wanted_bytes, used_bytes) = (self.chunk_bytes as u64, self.filled_bytes());
         Error::NoMemory { wanted_bytes, used_bytes, limit_bytes: self.max_bytes() }
-    }
-
-    /// Claims a chunk without memory; the caller then makes the chunk resident. Returns `None` if there is none, but
-    /// other threads are making chunks resident, or are returning chunks to the system.
-    fn claim_empty_chunk(&self) -> Result<Option<u32>> {
-        self.state.with(|state| {
-            let claimed = match state.empty {
-                Some(chunk) => {
-                    let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
-                    debug_assert!(chunk < state.chunks, "a chunk in the list was opened");
-                    state.empty = u32::try_from(next).ok();
-                    chunk
-                }
-                None => match self.open_next_chunk(state) {
-                    Ok(chunk) => chunk,
-                    Err(_) if state.chunks_in_transit > 0 => return Ok(None),
-                    Err(error) => return Err(error),
-                },
-            };
-            state.chunks_in_transit += 1;
-            Ok(Some(claimed))
-        })
-    }
-
-    /// Opens the first chunk that was never used: commits its frames, and opens its addresses. Returns its number.
-    fn open_next_chunk(&self, state: &mut PoolState) -> Result<u32> {
-        let chunk = state.chunks;
-        if chunk == self.max_chunks {
-            return Err(self.pool_full_error());
-        }
-        let pages = 1_usize << self.chunk_order;
-        let next = chunk as usize * pages;
-        self.frames.open(0, next, next + pages)?;
-        self.scan_words.open(0, chunk as usize, chunk as usize + 1)?;
-        // Addresses are opened in steps, because the system counts open memory as committed.
-        let step = (OPEN_STEP_BYTES / self.chunk_bytes).max(1) as u32;
-        if chunk.is_multiple_of(step) && !self.is_hugetlb() {
-            let len_bytes = step.min(self.max_chunks - chunk) as usize * self.chunk_bytes;
-            // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
-            // only.
-            unsafe { self.arena.open_blocks(self.addr(chunk << self.chunk_order), len_bytes) }?;
-        }
-        state.buddies.leases.commit_slot_state(chunk)?;
-        state.chunks += 1;
-        self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);
-        Ok(chunk)
-    }
-
-    /// Puts a chunk that this thread has claimed back into the list of chunks without memory.
-    fn return_claimed_chunk(&self, chunk: u32) {
-        self.state.with(|state| {
-            self.push_empty_chunk(state, chunk);
-            state.chunks_in_transit -= 1;
-        });
-    }
-
-    /// Adds a chunk to the list of chunks without memory.
-    fn push_empty_chunk(&self, state: &mut PoolState, chunk: u32) {
-        debug_assert!(chunk < state.chunks && state.empty != Some(chunk), "the chunk is in no list");
-        let next = state.empty.map_or(u64::MAX, u64::from);
-        self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
-        state.empty = Some(chunk);
     }
 
     /// Returns the arena's index of a chunk's first block, and the number of the chunk's blocks.
