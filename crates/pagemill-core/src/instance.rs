@@ -52,6 +52,13 @@ pub trait Part: Sync {
     /// allocate nor take more than 20 ms.
     fn measure(&self) {}
 
+    /// Makes memory resident that the product has requested because it will need it soon, if there is room without
+    /// reclaim. The helper thread calls this after each wake-up, so it must take at most some milliseconds. Returns
+    /// whether there was a request.
+    fn prefault(&self) -> bool {
+        false
+    }
+
     /// Acquires the product's locks in the thread that is about to fork. Waits for threads that hold them.
     fn acquire_for_fork(&self);
 
@@ -170,6 +177,16 @@ impl Instance {
         stats::set(Counter::MeasuredAt, now);
     }
 
+    /// Makes memory resident that was requested before an allocation needs it, if there is room without reclaim. A step
+    /// of the helper thread. Returns whether a part had a request, or the heap one for which there was room.
+    pub fn prefault(&self) -> bool {
+        let mut was_requested = false;
+        while self.arena.prefault() {
+            was_requested = true;
+        }
+        self.parts().fold(was_requested, |was_requested, part| part.prefault() | was_requested)
+    }
+
     /// Acquires all locks of the instance before `fork`, in the forking thread. Waits for purges of other threads.
     ///
     /// # Safety
@@ -262,7 +279,7 @@ impl ListWriter for Instance {
 
 impl thread::Work for Instance {
     fn work(&'static self) {
-        self.helper.run(self.arena);
+        self.helper.run(|| self.prefault());
     }
 }
 

@@ -32,7 +32,7 @@ fn member() {
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
     assert!(pagemill.helper.claim());
-    std::thread::spawn(|| pagemill.helper.run(pagemill.arena));
+    std::thread::spawn(|| pagemill.helper.run(|| pagemill.instance.prefault()));
     let mut held = Slots { pagemill, addrs: Vec::new() };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();

@@ -363,7 +363,7 @@ fn a_fork_child_keeps_inherited_ranges() {
 fn the_helper_thread_wakes_for_the_first_range() {
     let own = Testbed::for_test();
     assert!(own.helper.claim());
-    std::thread::spawn(|| own.helper.run(own.arena));
+    std::thread::spawn(|| own.helper.run(|| own.instance.prefault()));
     sleep(Duration::from_millis(200));
     let mut range = own.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
     range.bytes_mut().unwrap().fill(1);

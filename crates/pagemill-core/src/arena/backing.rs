@@ -75,8 +75,34 @@ impl Arena {
     ///
     /// The caller owns the blocks, and they contain no data.
     pub unsafe fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
-        debug_assert!(self.pool.contains(self.block_addr(first)));
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted) }
+    }
+
+    /// As [`Arena::populate_blocks`], for blocks that will be needed soon: does nothing unless there is room without
+    /// reclaim. Returns whether the blocks were made resident.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::populate_blocks`].
+    pub unsafe fn populate_blocks_ahead(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> bool {
+        let is_in = self.budget.admit_without_reclaim((blocks * BLOCK_BYTES) as u64)
+            // SAFETY: guaranteed by the caller.
+            && unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted) }.is_ok();
+        if is_in {
+            stats::add(Counter::BlocksPrefaulted, blocks as u64);
+        }
+        is_in
+    }
+
+    /// As [`Arena::populate_blocks`], for blocks that are charged already. After an error the charge has ended.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::populate_blocks`].
+    unsafe fn populate_charged_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+        debug_assert!(self.pool.contains(self.block_addr(first)));
         let mut huge = 0;
         for block in first..first + blocks {
             match self.populate_charged_block(block, is_huge_wanted && self.use_huge) {

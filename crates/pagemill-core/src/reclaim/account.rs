@@ -472,6 +472,14 @@ impl Account {
         Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: self.limit() }
     }
 
+    /// Charges bytes that were admitted.
+    fn charge(&self, bytes: u64) {
+        self.note_first_use();
+        let charged = self.resident.fetch_add(bytes, Relaxed);
+        debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
+        self.publish();
+    }
+
     /// Returns whether a nested charge has exceeded the limit since the last [`Account::pay_debt`].
     #[inline]
     pub fn has_debt(&self) -> bool {
@@ -550,11 +558,16 @@ impl Budget for Account {
         if context == Context::Nested {
             self.offset_new_memory(bytes);
         }
-        self.note_first_use();
-        let charged = self.resident.fetch_add(bytes, Relaxed);
-        debug_assert!(charged.checked_add(bytes).is_some(), "the charge does not wrap");
-        self.publish();
+        self.charge(bytes);
         Ok(())
+    }
+
+    fn admit_without_reclaim(&self, bytes: u64) -> bool {
+        let has_room = self.room().1 >= bytes.saturating_mul(2) && self.headroom.is_short(bytes).is_none();
+        if has_room {
+            self.charge(bytes);
+        }
+        has_room
     }
 
     fn discharge(&self, bytes: u64) {
@@ -688,6 +701,16 @@ mod tests {
         account.admit(20, Context::Nested).unwrap();
         account.pay_debt();
         assert!(account.admit(1, Context::Nested).is_err(), "the shrinker has nothing left");
+    }
+
+    /// A charge without reclaim must succeed while twice its bytes fit. Otherwise it must be refused, must charge
+    /// nothing, and must take nothing from the shrinker.
+    #[test]
+    fn a_charge_without_reclaim_takes_only_room() {
+        let (account, stock) = account_with_stock(100, 60, true);
+        assert!(account.admit_without_reclaim(20));
+        assert_eq!((account.resident(), account.admit_without_reclaim(11)), (80, false));
+        assert_eq!((account.resident(), stock.stock_bytes.load(Relaxed)), (80, 60));
     }
 
     /// Overcommitting many more bytes than the limit must succeed. Once a measurement finds the limit reached,

@@ -9,7 +9,6 @@ use super::alarms::{Alarms, CoveredEvents};
 use super::governor::{Governor, KernelEvents, NextStep, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
 use super::{Account, Return};
-use crate::arena::Arena;
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use pagemill_sys::events::{self, Sign};
@@ -32,6 +31,10 @@ const MIN_HELPER_RESIDENT_BYTES: u64 = 16 << 20;
 /// Shortest pause between two kernel events that the second thread forwards to the helper. Events come in bursts while
 /// a group's usage oscillates around a threshold.
 const MIN_EVENT_PAUSE: Duration = Duration::from_millis(5);
+
+/// While requests to make memory resident wake the helper, this time passes between two steps of the governor, unless
+/// the governor requests an earlier one. Requests of siblings, which wait 25 ms, are answered as rarely.
+const STEP_PAUSE: Duration = Duration::from_millis(4);
 
 /// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
 const LATE_AFTER: Duration = Duration::from_millis(20);
@@ -166,8 +169,9 @@ impl Helper {
         asked
     }
 
-    /// The main loop of the helper thread. Runs as long as the process lives.
-    pub fn run(&'static self, arena: &Arena) -> ! {
+    /// The main loop of the helper thread. Runs as long as the process lives. After each wake-up it calls `prefault`,
+    /// which makes requested memory resident and returns whether there was a request.
+    pub fn run(&'static self, prefault: impl Fn() -> bool) -> ! {
         let account = self.account;
         // Other threads may use all CPU time, so this thread requests a higher priority. A program may rely on the
         // number of its next descriptor, so this thread uses a table of its own.
@@ -176,7 +180,7 @@ impl Helper {
         stats::set(Counter::Helpers, 1);
         let mut governor = Governor::new(SystemClock);
         let mut alarms = None;
-        let (place, mut answered) = (account.place(), 0);
+        let (place, mut answered, mut next_step_ns) = (account.place(), 0, 0);
         if let Some(place) = &place {
             place.listen(true);
         }
@@ -186,13 +190,20 @@ impl Helper {
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);
+            let was_requested = prefault();
+            // A growing process wakes the helper for each block. The governor's step takes about as long as one block.
+            let now_ns = clock::fine_ns();
+            if was_requested && now_ns < next_step_ns && self.signs.load(Relaxed) == 0 {
+                futex::wait(word, seen, Some(Duration::from_nanos(next_step_ns - now_ns)), Scope::Shared);
+                continue;
+            }
             account.answer();
-            while arena.prefault() {}
             let next = governor.step(account, self.take_events(alarms.as_mut()), self.policy());
             let pause = match next {
                 NextStep::After(pause) => Some(pause),
                 NextStep::WhenGiveable | NextStep::WhenAsked => None,
             };
+            next_step_ns = now_ns + pause.unwrap_or(STEP_PAUSE).min(STEP_PAUSE).as_nanos() as u64;
             if pause.is_some() && can_set_alarms {
                 can_set_alarms = self.update_alarms(&mut alarms);
             }
