@@ -182,9 +182,43 @@ fn repeated_requests_share_a_read() {
         assert_eq!(queue.fetch(&file, 0, token).unwrap(), Fetch::Started);
     }
     assert_eq!((queue.due(), queue.len()), (None, 3));
+    // A wait for all of them ends as soon as the read has ended.
+    assert_eq!(queue.wait(3, WAIT_LIMIT).unwrap(), 3);
     let mut reported = BTreeSet::new();
-    drain(&mut queue, &mut reported);
+    collect_completed(&mut queue, &mut reported);
     assert_eq!(reported, BTreeSet::from([0, 1, 2]));
+    assert!(queue.is_empty());
+}
+
+/// A page enters its file when its completion is taken. Then another page can be requested, although the queue had no
+/// room before.
+#[test]
+fn a_page_can_be_requested_between_two_completions() {
+    let (depth, pages) = (4, 64);
+    let scratch = TempFile::new("between", pages as usize * PAGE_BYTES);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let file = cache.open(scratch.store()).unwrap();
+    let mut queue = cache.queue(depth as u32).unwrap();
+    let fetch = |queue: &mut Queue, page: u64| queue.fetch(&file, page * PAGE_BYTES as u64, page);
+    (0..depth).for_each(|page| assert_eq!(fetch(&mut queue, page).unwrap(), Fetch::Started));
+    let (mut next, mut reported) = (depth, BTreeSet::new());
+    while !queue.is_empty() {
+        let ready = queue.wait(queue.len(), WAIT_LIMIT).unwrap();
+        assert_eq!((ready, queue.is_full()), (queue.len(), ready as u64 == depth));
+        assert!(matches!(fetch(&mut queue, pages - 1), Err(Error::Busy { .. })) || !queue.is_full());
+        assert!(file.pin_present(reported.len() as u64 * PAGE_BYTES as u64).unwrap().is_none());
+        while let Some(fetched) = queue.next() {
+            fetched.result.unwrap();
+            assert!(reported.insert(fetched.token));
+            assert!(file.pin_present(fetched.token * PAGE_BYTES as u64).unwrap().is_some());
+            if next < pages {
+                assert_eq!(fetch(&mut queue, next).unwrap(), Fetch::Started);
+                next += 1;
+            }
+        }
+    }
+    assert_eq!(reported.len(), pages as usize);
+    assert_bytes(&file, &bytes(pages as usize * PAGE_BYTES));
 }
 
 /// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No truncated bytes may appear,

@@ -490,6 +490,11 @@ impl<B: Buffer> Ring<B> {
         self.events.pop_front()
     }
 
+    /// Returns the number of events that [`Ring::next`] can return.
+    pub fn ready(&self) -> usize {
+        self.events.len()
+    }
+
     /// Returns the buffers of the transfers whose [`Event::Done`] was not taken yet.
     pub fn completed_buffers(&self) -> impl Iterator<Item = &B> {
         self.events.iter().filter_map(|event| match event {

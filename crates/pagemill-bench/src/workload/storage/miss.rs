@@ -144,11 +144,31 @@ impl<'a> RequestQueue<'a> {
     }
 
     /// Fills the queue with requests at the offsets that `next` returns, waits for a completion, and handles all
-    /// completions. Calls `on_page` for each page that has become resident or already was resident.
+    /// completions. Fills the queue again after each of them. Calls `on_page` for each page that has become resident or
+    /// already was resident.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
         mut on_page: impl FnMut(u64) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        self.fill(&mut next, &mut on_page)?;
+        self.queue.wait(1, TRANSFER_TIME_LIMIT)?;
+        while let Some(completion) = self.queue.next() {
+            let (offset, began) = self.requests[completion.token as usize];
+            completion.result?;
+            self.times.add(began.elapsed());
+            self.free.push(completion.token);
+            on_page(offset)?;
+            self.fill(&mut next, &mut on_page)?;
+        }
+        Ok(())
+    }
+
+    /// Requests pages at the offsets that `next` returns until the queue is full.
+    fn fill(
+        &mut self,
+        next: &mut impl FnMut() -> u64,
+        on_page: &mut impl FnMut(u64) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         while let Some(token) = self.free.pop() {
             let offset = next();
@@ -158,14 +178,6 @@ impl<'a> RequestQueue<'a> {
                 self.free.push(token);
                 on_page(offset)?;
             }
-        }
-        self.queue.wait(1, TRANSFER_TIME_LIMIT)?;
-        while let Some(completion) = self.queue.next() {
-            let (offset, began) = self.requests[completion.token as usize];
-            completion.result?;
-            self.times.add(began.elapsed());
-            self.free.push(completion.token);
-            on_page(offset)?;
         }
         Ok(())
     }

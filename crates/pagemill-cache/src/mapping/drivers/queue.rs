@@ -59,8 +59,8 @@ impl Pending {
 /// Maximum time of the wait for another queue's read, which its owner may never complete. Then that read is cancelled.
 const MAX_WAIT_NS: u64 = 100_000_000;
 
-/// Number of reads that are submitted together. Submitting them one by one costs most. If all were submitted together,
-/// the device would idle meanwhile.
+/// Number of reads that are submitted together while the device has others. Submitting them one by one costs most. If
+/// all were submitted together, the device would idle meanwhile.
 const SUBMIT_BATCH: usize = 4;
 
 /// Interval between checks of pages that other threads read.
@@ -70,7 +70,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// each.
 ///
 /// A queue is not `Send`: create it in the thread that uses it. A queue is no `Iterator` either, although it has a
-/// method [`next`](Queue::next): so a loop can request more pages between two completions.
+/// method [`next`](Queue::next): so a loop can request more pages between two completions. It is best to request a page
+/// after each completion: then the device already reads while the caller handles the other completions.
 ///
 /// If another thread needs a requested page at once, that thread reads it, and the queue reports its completion.
 ///
@@ -100,6 +101,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// ```
 pub struct Queue {
     ring: Ring<Unpublished>,
+    /// Number of reads that were queued in the ring and not submitted.
+    unsubmitted: usize,
     pending: VecDeque<Pending>,
     completed: VecDeque<Fetched>,
     /// The file of the last read, and its id in the ring.
@@ -127,7 +130,17 @@ impl PageCache {
         let registration = Registration::new(self.0.pool, ring.is_kernel());
         let (pending, completed) = (VecDeque::new(), VecDeque::new());
         let cache = self.clone();
-        Ok(Queue { cache, ring, pending, completed, last: None, registration, completions: None, waker: None })
+        Ok(Queue {
+            cache,
+            ring,
+            unsubmitted: 0,
+            pending,
+            completed,
+            last: None,
+            registration,
+            completions: None,
+            waker: None,
+        })
     }
 }
 
@@ -165,10 +178,15 @@ impl Queue {
 
     /// Returns the number of requested pages without a taken completion.
     pub fn len(&self) -> usize {
-        self.in_flight() + self.pending.len() + self.completed.len()
+        self.in_flight() + self.pending.len() + self.ready()
     }
 
-    /// Returns the number of the queue's own reads that have not been taken from the ring or the stores.
+    /// Returns the number of completions that can be taken. A read among them may turn out to be needed again.
+    fn ready(&self) -> usize {
+        self.completed.len() + self.ring.ready()
+    }
+
+    /// Returns the number of the queue's own reads that have not ended.
     fn in_flight(&self) -> usize {
         self.ring.in_flight() + self.completions.as_ref().map_or(0, |completions| completions.in_flight)
     }
@@ -183,7 +201,8 @@ impl Queue {
     }
 
     /// Submits the requested reads. Blocks until at least `least` completions can be taken, no request is left, or
-    /// `timeout` has passed. Returns the number of completions that can be taken.
+    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer, because
+    /// a page that was truncated meanwhile is read again.
     ///
     /// # Errors
     ///
@@ -194,13 +213,13 @@ impl Queue {
         loop {
             let rest = timeout.saturating_sub(begun.elapsed());
             let step = self.due().map_or(rest, |step| rest.min(step));
-            let missing = least.saturating_sub(self.completed.len());
-            self.take_completions(missing.min(self.in_flight()), step)?;
+            let wanted = least.saturating_sub(self.completed.len());
+            self.collect(wanted.min(self.in_flight() + self.ring.ready()), step)?;
             self.check_pending()?;
             let has_more = !self.pending.is_empty() || self.in_flight() > 0;
             let rest = timeout.saturating_sub(begun.elapsed());
-            if self.completed.len() >= least || rest.is_zero() || !has_more {
-                return Ok(self.completed.len());
+            if self.ready() >= least || rest.is_zero() || !has_more {
+                return Ok(self.ready());
             }
             if self.in_flight() == 0 {
                 std::thread::sleep(rest.min(CHECK_INTERVAL));
@@ -242,10 +261,21 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion.
+    /// Takes the next completion; `None` if none has arrived. Adds the page to its file. So only few instructions separate
+    /// a wait from the first completion, after which the caller can request the next page.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
+        while self.completed.is_empty() && self.complete_next() {}
         self.completed.pop_front()
+    }
+
+    /// Completes the next read that has ended in the ring. Returns whether there was an event.
+    fn complete_next(&mut self) -> bool {
+        let Some(event) = self.ring.next() else { return false };
+        if let Event::Done { buffer: folio, result, .. } = event {
+            self.complete(folio, result);
+        }
+        true
     }
 
     /// Reserves the page and submits its read. Returns whether the page is in memory already.
@@ -287,16 +317,18 @@ impl Queue {
             return self.publish(folio);
         };
         let (id, offset) = (self.attach(&folio.file, system_file)?, folio.offset());
-        if self.ring.in_flight() % SUBMIT_BATCH == SUBMIT_BATCH - 1 {
-            self.ring.submit().map_err(Error::system(READING))?;
-        }
         if self.registration.note_read(&mut self.ring, folio.number(), folio.len_bytes()) {
             // Without a waker, reclaim cannot wake the thread. The queue's next call unregisters the memory.
             let _ = self.waker();
         }
-        if let Err(folio) = self.ring.read(id, offset, folio) {
+        match self.ring.read(id, offset, folio) {
+            Ok(_) => self.unsubmitted += 1,
             // The ring is full.
-            self.request_later(&folio);
+            Err(folio) => self.request_later(&folio),
+        }
+        // A device without other reads begins at once.
+        if self.unsubmitted >= SUBMIT_BATCH.min(self.ring.in_flight()) {
+            self.start_reads()?;
         }
         Ok(false)
     }
@@ -347,18 +379,24 @@ impl Queue {
             let result = if is_past || page.file.is_closed.load(Relaxed) { Ok(true) } else { self.request(page) };
             self.push_completion(token, result);
         }
+        self.start_reads()
+    }
+
+    /// Submits the queued reads.
+    fn start_reads(&mut self) -> Result<()> {
+        self.unsubmitted = 0;
         self.ring.submit().map_err(Error::system(READING))
     }
 
-    /// Waits for `least` completions of the ring, and takes those of the ring and of stores.
-    fn take_completions(&mut self, least: usize, timeout: Duration) -> Result<()> {
+    /// Submits the queued reads, and waits until `least` events of the ring can be taken. Completes the reads of stores
+    /// that have ended.
+    fn collect(&mut self, least: usize, timeout: Duration) -> Result<()> {
+        self.unsubmitted = 0;
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
         self.registration.unregister_if_requested(&mut self.ring);
         self.ring.completed_buffers().for_each(Unpublished::prefetch_publication);
-        while let Some(event) = self.ring.next() {
-            let Event::Done { buffer: folio, result, .. } = event else { continue };
-            self.complete(folio, result);
-        }
+        // A pending page may wait for one of these reads.
+        while !self.pending.is_empty() && self.complete_next() {}
         if let Some(completions) = &mut self.completions {
             completions.take().into_iter().for_each(|(folio, result)| self.complete(folio, result));
         }
