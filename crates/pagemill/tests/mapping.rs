@@ -578,3 +578,15 @@ fn calls_of_a_fork_child_fail() {
     });
     assert_eq!(read(&file, 0, 6), b"parent");
 }
+
+/// A cache grows before a fork. The child must make no memory resident for the cache of its parent, whether or not the
+/// parent has requested chunks.
+#[test]
+fn a_fork_child_gets_no_chunks_ahead() {
+    let pagemill = common::pagemill();
+    pagemill.helper.claim();
+    let cache = settings(4 * KIB, 32 * MIB).build_in(pagemill.caches).unwrap();
+    let file = cache.create().unwrap();
+    assert_eq!(file.write_at(&vec![1; 8 * MIB], 0).unwrap(), 8 * MIB);
+    common::assert_in_child(|| !pagemill.instance.prefault() && pagemill.account.resident() == 0);
+}

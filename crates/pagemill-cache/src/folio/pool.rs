@@ -2,14 +2,17 @@
 #![allow(unsafe_code)] // copies to and from the pool's memory, returns it to the system
 
 mod chunks;
+mod growth;
 
 use super::buddy::Buddies;
 use super::bytes;
 use super::frame::{Frame, Owner};
 use super::leases::Leases;
 use super::word::{Kind, State, Word};
+use growth::Growth;
 use pagemill_core::arena::{Arena, Reserve, Table, place};
 use pagemill_core::error::{Error, Result};
+use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
@@ -78,6 +81,8 @@ pub(crate) struct Pool {
     pub chunk_bytes: usize,
     /// NUMA node that the address range is bound to.
     pub node: usize,
+    /// Chunks that become resident ahead while the pool grows.
+    growth: Growth,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
     /// State of a pool over reserved huge pages: [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or
@@ -101,6 +106,7 @@ impl Pool {
     /// [`Error::NoAddresses`]. [`Error::System`] if the system has no memory for the metadata.
     pub fn new(
         arena: &'static Arena,
+        helper: &'static Helper,
         page: PageSize,
         max_bytes: u64,
         node: usize,
@@ -140,6 +146,7 @@ impl Pool {
             opened_pages: AtomicU32::new(0),
             chunk_bytes,
             node,
+            growth: Growth::new(helper),
             is_lease_end_requested: AtomicBool::new(false),
             reserve: is_hugetlb.then(|| AtomicU8::new(RESERVE_CLOSED)),
         })
@@ -277,18 +284,35 @@ impl Pool {
     ///
     /// [`Error::NoMemory`] if the pool has reached its maximum, or if the process gets no memory for another chunk.
     pub fn allocate(&self, order: u8) -> Result<NewFolio> {
-        self.allocate_free(order).map_or_else(|| self.allocate_from_new_chunk(order), Ok)
+        if let Some(taken) = self.allocate_free(order) {
+            return Ok(taken);
+        }
+        let taken = self.allocate_from_new_chunk(order)?;
+        self.note_chunk_used();
+        Ok(taken)
+    }
+
+    /// Makes a chunk resident and frees it, for an allocation that follows.
+    ///
+    /// # Errors
+    ///
+    /// As [`Pool::allocate`].
+    pub fn add_free_chunk(&self) -> Result<()> {
+        // The allocation that follows takes the chunk into use.
+        let taken = self.allocate_from_new_chunk(self.chunk_order)?;
+        self.free(taken.number, taken.order);
+        Ok(())
     }
 
     /// As [`Pool::allocate`], but only from free pages that have memory. Returns `None` if there are not enough.
     pub fn allocate_free(&self, order: u8) -> Option<NewFolio> {
-        let (number, is_zero) = self.with_state(|state| state.buddies.allocate(&self.frames, order))?;
+        let (number, is_zero) = self.allocate_with(|state| state.buddies.allocate(&self.frames, order))?;
         Some(NewFolio { number, order, is_zero })
     }
 
     /// Allocates up to `most` single pages that are free and have memory. Returns the number of allocated pages.
     pub fn allocate_free_pages(&self, most: usize, mut taken: impl FnMut(NewFolio)) -> usize {
-        self.with_state(|state| {
+        self.allocate_with(|state| {
             let free = std::iter::from_fn(|| state.buddies.allocate(&self.frames, 0));
             free.take(most).map(|(number, is_zero)| taken(NewFolio { number, order: 0, is_zero })).count()
         })
@@ -301,7 +325,7 @@ impl Pool {
         debug_assert!(min_pages > 0 && min_pages <= max_pages);
         let order_for = |pages: u32| pages.next_power_of_two().trailing_zeros() as u8;
         let orders = order_for(min_pages)..=order_for(max_pages).min(self.chunk_order);
-        self.with_state(|state| {
+        self.allocate_with(|state| {
             let taken = |order| Some((order, state.buddies.allocate(&self.frames, order)?));
             let (order, (number, is_zero)) = orders.rev().find_map(taken)?;
             let (end, run_end) = (number + max_pages.min(1 << order), number + (1 << order));
@@ -511,7 +535,20 @@ impl Pool {
         })
     }
 
-    fn publish_free_chunks(&self, state: &PoolState) {
+    /// As [`Pool::with_state`], for allocations: also notes if a free chunk is taken into use.
+    fn allocate_with<R>(&self, allocate: impl FnOnce(&mut PoolState) -> R) -> R {
+        let (result, is_chunk_used) = self.state.with(|state| {
+            let result = allocate(state);
+            (result, self.publish_free_chunks(state))
+        });
+        if is_chunk_used {
+            self.note_chunk_used();
+        }
+        result
+    }
+
+    /// Publishes the number of free chunks. Returns whether there are fewer than before.
+    fn publish_free_chunks(&self, state: &PoolState) -> bool {
         if self.is_lease_end_requested() && !state.buddies.has_leased() {
             self.is_lease_end_requested.store(false, Relaxed);
         }
@@ -520,7 +557,7 @@ impl Pool {
         if now != before {
             self.free_chunks.store(now, Relaxed);
             if self.is_hugetlb() {
-                return;
+                return false;
             }
             let bytes = |chunks: u32| u64::from(chunks) * self.chunk_bytes as u64;
             if now > before {
@@ -529,6 +566,7 @@ impl Pool {
                 stats::sub(Counter::CacheFree, bytes(before - now));
             }
         }
+        now < before
     }
 }
 

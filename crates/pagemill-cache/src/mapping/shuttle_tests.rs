@@ -4,6 +4,7 @@
 //! memory moves between the files. Bytes are checked at the begin and end of pages. `SHUTTLE_RUNS` sets the number of
 //! runs of each test. A failure while other threads work ends in an abort, so run these tests with `--nocapture`.
 
+mod growth;
 mod hinted;
 mod stored;
 
@@ -11,6 +12,7 @@ use super::policy::{Always, Ask, Cause, Choice, Policy};
 use super::*;
 use pagemill_core::arena::{self, Arena, Layout};
 use pagemill_core::reclaim::Account;
+use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::modelled::pause;
@@ -68,9 +70,11 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>)
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
-        let arena = arena::place(Arena::new(layout, Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+        let account = Account::make(UNLIMITED).unwrap();
+        let arena = arena::place(Arena::new(layout, account).unwrap()).unwrap();
+        let helper = arena::place(Helper::new(account)).unwrap();
         let forests = arena::place(OneForest::default()).unwrap();
-        arena::place(Caches::new(arena, forests)).unwrap()
+        arena::place(Caches::new(arena, helper, forests)).unwrap()
     });
     let page = PageSize::new(PAGE).unwrap();
     let settings = PageCache::builder("model").limit(limit_bytes);

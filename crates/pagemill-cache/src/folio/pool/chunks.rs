@@ -38,6 +38,7 @@ impl Pool {
         }
         // The lock is held from the publication to the allocation, so no other thread can have allocated from the
         // chunk.
+        self.note_chunk_missed();
         let taken = self.publish_chunk(chunk, |state| state.buddies.allocate(&self.frames, order));
         taken.map(|(number, is_zero)| NewFolio { number, order, is_zero }).ok_or_else(|| self.pool_full_error())
     }
@@ -57,9 +58,18 @@ impl Pool {
         unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop)
     }
 
+    /// As [`Pool::fill_chunk`] for a chunk that will be needed soon. Returns false, and does nothing, if there is no
+    /// room without reclaim.
+    pub(super) fn fill_chunk_ahead(&self, chunk: u32) -> bool {
+        debug_assert!(!self.is_hugetlb(), "reserved huge pages are resident");
+        let (first_block, blocks) = self.blocks_of(chunk);
+        // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
+        unsafe { self.arena.populate_blocks_ahead(first_block, blocks, self.use_huge.load(Relaxed)) }
+    }
+
     /// Makes a chunk that this thread has claimed and filled a free chunk, and calls `act` before the lock `state` is
     /// released.
-    fn publish_chunk<R>(&self, chunk: u32, act: impl FnOnce(&mut PoolState) -> R) -> R {
+    pub(super) fn publish_chunk<R>(&self, chunk: u32, act: impl FnOnce(&mut PoolState) -> R) -> R {
         let filled = self.filled_chunks.fetch_add(1, Relaxed);
         debug_assert!(filled < self.max_chunks, "each chunk counts once");
         let number = chunk << self.chunk_order;
@@ -87,7 +97,7 @@ impl Pool {
     }
 
     /// Takes a chunk without memory. The chunk is in transit from then on.
-    fn take_empty_chunk(&self, state: &mut PoolState) -> Result<u32> {
+    pub(super) fn take_empty_chunk(&self, state: &mut PoolState) -> Result<u32> {
         let chunk = match state.empty {
             Some(chunk) => {
                 let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);

@@ -18,6 +18,7 @@ use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping};
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::{Error, Result};
+use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
@@ -39,6 +40,8 @@ pub const MAX_CACHES: usize = 256;
 /// Example: [`PageCache`].
 pub struct Caches {
     pub(crate) arena: &'static Arena,
+    /// Makes chunks resident ahead.
+    pub(crate) helper: &'static Helper,
     /// Provides the allocator of index nodes for each new cache.
     pub(crate) forests: &'static dyn Forests,
     /// The pools in the order of their creation. A pool is never destroyed.
@@ -60,9 +63,10 @@ pub struct Caches {
 
 impl Caches {
     /// Creates an empty list of caches. Memory for index nodes is allocated when the first cache is created.
-    pub fn new(arena: &'static Arena, forests: &'static dyn Forests) -> Self {
+    pub fn new(arena: &'static Arena, helper: &'static Helper, forests: &'static dyn Forests) -> Self {
         Self {
             arena,
+            helper,
             forests,
             pools: [const { OnceLock::new() }; MAX_CACHES],
             orders: [const { OnceLock::new() }; MAX_CACHES],
@@ -88,6 +92,7 @@ impl Caches {
             let (pool, user) = &mut users[at];
             let order = self.order_of_pool(at, pool)?;
             pool.allow_huge(settings.use_huge);
+            pool.set_cache_limit(limit_bytes);
             let inner = Arc::new(Inner {
                 caches: self,
                 nodes,
@@ -133,6 +138,25 @@ impl Caches {
     /// Returns the pools that this process created. Excludes pools inherited from a parent process.
     pub(crate) fn pools(&self) -> impl Iterator<Item = &'static Pool> {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
+    }
+
+    /// Makes the chunks resident that growing pools have requested, and drops the requests of pools whose cache has
+    /// ended. A step of the helper thread. Returns whether there was a request.
+    pub(crate) fn grow_ahead(&self) -> bool {
+        let mut was_requested = false;
+        for (at, pool) in (self.inherited.load(Relaxed)..).zip(self.pools()) {
+            if !pool.is_growth_requested() {
+                continue;
+            }
+            was_requested = true;
+            let has_cache = self.users.with(|users| users[at].1.strong_count() > 0);
+            if has_cache {
+                pool.grow_ahead();
+            } else {
+                pool.drop_growth_request();
+            }
+        }
+        was_requested
     }
 
     /// Prevents the start of background threads from now on. The program then collapses small folios with
@@ -363,8 +387,7 @@ impl Inner {
         let take = |min_pages| self.pool.allocate_free_contiguous(max_pages, min_pages);
         let grow_and_take = || {
             let may_grow = self.pool.filled_bytes() < self.limit_bytes;
-            let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order).ok()).flatten()?;
-            self.pool.free(taken.number, taken.order);
+            may_grow.then(|| self.pool.add_free_chunk().ok()).flatten()?;
             take(max_pages)
         };
         let pages = take(max_pages).or_else(grow_and_take).or_else(|| take(min_pages));

@@ -24,7 +24,7 @@ impl Caches {
     ///
     /// If the instance has page caches already.
     pub fn of(instance: &'static Instance, slabs: &'static Slabs) -> Result<&'static Self> {
-        let caches: &'static Self = place(Self::new(instance.arena, place(IndexNodes::new(slabs))?))?;
+        let caches: &'static Self = place(Self::new(instance.arena, instance.helper, place(IndexNodes::new(slabs))?))?;
         instance.add(caches);
         instance.account.register(caches);
         instance.responder.add(caches);
@@ -56,6 +56,10 @@ impl Part for Caches {
     fn measure(&self) {
         stats::set(Counter::CacheFrames, self.frames_bytes());
         stats::set(Counter::CacheIndex, self.forests.node_bytes() + self.files_bytes());
+    }
+
+    fn prefault(&self) -> bool {
+        self.grow_ahead()
     }
 
     fn acquire_for_fork(&self) {

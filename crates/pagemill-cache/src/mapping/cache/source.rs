@@ -90,7 +90,7 @@ impl Caches {
         if users.len() == MAX_CACHES {
             return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
         }
-        let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
+        let pool = Pool::new(self.arena, self.helper, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
         let _ = self.pools[users.len()].set(pool);
         users.push((pool, Weak::new()));
         Ok(users.len() - 1)

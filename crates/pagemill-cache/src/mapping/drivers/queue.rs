@@ -444,6 +444,7 @@ mod tests {
     use crate::mapping::{Caches, PageCache};
     use pagemill_core::arena::{self, Arena, Layout};
     use pagemill_core::reclaim::Account;
+    use pagemill_core::reclaim::helper::Helper;
     use pagemill_core::reclaim::tree::UNLIMITED;
     use pagemill_core::units::{BLOCK_BYTES, PageSize};
     use pagemill_xarray::OneForest;
@@ -452,9 +453,11 @@ mod tests {
     /// may now wait only for the descriptor.
     #[test]
     fn a_repeated_read_is_submitted_at_once() {
-        let arena = arena::place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+        let account = Account::make(UNLIMITED).unwrap();
+        let arena = arena::place(Arena::new(Layout::for_test(), account).unwrap()).unwrap();
+        let helper = arena::place(Helper::new(account)).unwrap();
         let forests = arena::place(OneForest::default()).unwrap();
-        let caches = arena::place(Caches::new(arena, forests)).unwrap();
+        let caches = arena::place(Caches::new(arena, helper, forests)).unwrap();
         let page = PageSize::new(PageSize::MIN_BYTES).unwrap();
         let policy = Box::new(Never);
         let settings = PageCache::builder("again").limit(BLOCK_BYTES as u64).page(page).policy(policy);
