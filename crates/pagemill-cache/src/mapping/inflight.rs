@@ -165,6 +165,12 @@ impl InflightTable {
         self.shards[id.shard].reads.with(find)
     }
 
+    /// Returns whether no request is registered.
+    #[cfg(all(test, not(shuttle)))]
+    pub fn is_empty(&self) -> bool {
+        self.shards.iter().all(|shard| shard.reads.with(|reads| reads.is_empty()))
+    }
+
     /// Sets a lower last page of a request. Other requests may then read the pages after `last`.
     pub fn shorten(&self, id: RequestId, last: u64) {
         self.with_read(id, |read| read.last = last);

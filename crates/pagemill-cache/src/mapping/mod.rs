@@ -36,6 +36,8 @@
 mod cache;
 mod drivers;
 mod evict;
+#[cfg(all(test, not(shuttle)))]
+mod fault_tests;
 mod file;
 mod huge;
 mod index;

@@ -1,0 +1,45 @@
+//! Tests of faults: each step of a read or a writeback is cancelled, fails, is delayed, or panics.
+//!
+//! ```text
+//!   store       a store whose transfers end as a test asks
+//!   scene       a cache with a file on that store, and the checks after each fault
+//!   driver      the calls that need pages: blocking, queue, future, readahead
+//!   reserve     faults of Reserve: no memory, another request, panics
+//!   reads       faults of Submit, Complete and Publish
+//!   writes      the same for writes of whole pages, which read nothing
+//!   writeback   the same for dirty folios, for each call that writes them back
+//! ```
+//!
+//! | step | cancelled | failed | delayed | panicked |
+//! |---|---|---|---|---|
+//! | Reserve | `reads_wait_for_other_requests` | `reads_fail_without_memory`, `reads_fail_when_dirty_pages..` | as both | `panics_of_the_policy..`, `reads_fail_when_dirty_pages..` |
+//! | Submit | `reads_fail_when_they_are_submitted` | as cancelled | `reads_complete_late..`: `StartBlocks` | as cancelled |
+//! | Complete | `reads_complete_late..`: `Closed`, `Abandoned` | `reads_complete_late..` | `reads_complete_late..`: all events | `reads_complete_late..` |
+//! | Publish | `reads_complete_late..`: `Overtaken`, `Replaced`, `Closed`; `a_closed_file_gets_no_pages` | `reads_fail_when_the_index..` | `reads_complete_late..`: `Truncated`, `Zeroed` | runs no code of the program |
+//!
+//! Each test runs its faults for each driver (`DRIVERS`), or gives the reason why one cannot happen (`why_impossible`).
+//!
+//! The tests have no background threads. The order of events never depends on time: a fault happens when the store has
+//! the transfers.
+
+mod driver;
+mod reads;
+mod reserve;
+mod scene;
+mod store;
+mod writeback;
+mod writes;
+
+use std::time::{Duration, Instant};
+
+/// Upper bound of every wait in these tests.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// Waits until `is_so` returns true. Panics after [`WAIT_LIMIT`].
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < WAIT_LIMIT, "{what} does not come");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
