@@ -15,6 +15,7 @@
 
 use super::File;
 use super::cache::Inner;
+use pagemill_core::callback;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{EventCount, Guarded};
@@ -142,7 +143,8 @@ impl InflightTable {
     }
 
     /// Completes a request: removes it, and wakes the threads and tasks that wait for it. Calls wakers of tasks, so the
-    /// caller must hold no lock. Does nothing for a cancelled request.
+    /// caller must hold no lock. A panic of a waker is caught: the other tasks must be woken, and the caller may be a
+    /// thread that does not know the task, or that is unwinding. Does nothing for a cancelled request.
     pub fn complete(&self, id: RequestId) {
         let shard = &self.shards[id.shard];
         let completed = shard.reads.with(|reads| {
@@ -151,7 +153,7 @@ impl InflightTable {
         });
         if let Some(read) = completed {
             shard.completed.raise();
-            read.wakers.into_iter().for_each(|(_, waker)| waker.wake());
+            read.wakers.into_iter().for_each(|(_, waker)| _ = callback::catch_panic(|| waker.wake()));
         }
     }
 

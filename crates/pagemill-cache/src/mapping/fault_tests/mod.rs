@@ -7,6 +7,7 @@
 //!   reserve     faults of Reserve: no memory, another request, panics
 //!   reads       faults of Submit, Complete and Publish
 //!   writes      the same for writes of whole pages, which read nothing
+//!   wakers      panics of the program's code in the middle of other calls
 //!   writeback   the same for dirty folios, for each call that writes them back
 //! ```
 //!
@@ -27,6 +28,7 @@ mod reads;
 mod reserve;
 mod scene;
 mod store;
+mod wakers;
 mod writeback;
 mod writes;
 

@@ -1,0 +1,61 @@
+//! Panics of the program's code in the middle of other calls: of a task's waker while a read completes.
+
+use super::driver::Driver;
+use super::reads::ENDS;
+use super::scene::{PAGE, Scene, TestCaches};
+use super::{WAIT_LIMIT, wait_until};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
+
+/// A waker that counts its calls, and panics if it is broken.
+struct CountingWaker {
+    is_broken: bool,
+    calls: AtomicUsize,
+}
+
+impl Wake for CountingWaker {
+    fn wake(self: Arc<Self>) {
+        self.calls.fetch_add(1, SeqCst);
+        assert!(!self.is_broken, "the test asked for a panic of the waker");
+    }
+}
+
+/// *Complete*: three tasks and a thread wait for a page, and the waker of the second task panics. The others must be
+/// woken. The panic must not unwind through the call or the store's thread that completes the read, which may be
+/// unwinding already.
+#[test]
+fn a_waker_that_panics_stops_no_other_task() {
+    let caches = TestCaches::new();
+    for (is_asynchronous, end) in ENDS.iter().flat_map(|end| [(false, *end), (true, *end)]) {
+        let row = format!("asynchronous store: {is_asynchronous}, {end:?}");
+        let scene = Scene::new(&caches, is_asynchronous, WAIT_LIMIT);
+        scene.store.keep(false);
+        let wakers = [false, true, false].map(|is_broken| CountingWaker { is_broken, calls: AtomicUsize::new(0) });
+        let wakers = wakers.map(Arc::new);
+        thread::scope(|scope| {
+            let (store, cache, file) = (&scene.store, &scene.cache, scene.file());
+            let driver = if is_asynchronous { Driver::ReadInTime } else { Driver::Read };
+            let completing = scope.spawn(move || driver.run(cache, file.clone(), None));
+            wait_until(&format!("{row}: the read"), || store.kept() == 1);
+            store.succeed();
+            let mut tasks = [(); 3].map(|()| Box::pin(file.pin_async(0)));
+            for (task, waker) in tasks.iter_mut().zip(&wakers) {
+                let waker = Waker::from(waker.clone());
+                assert!(task.as_mut().poll(&mut Context::from_waker(&waker)).is_pending(), "{row}");
+            }
+            let waiting = scope.spawn(|| file.read_at(&mut [0; PAGE], 0));
+            scope.spawn(|| store.release(end)).join().expect(&row);
+            completing.join().expect(&row);
+            waiting.join().unwrap().expect(&row);
+            let calls = wakers.each_ref().map(|waker| waker.calls.load(SeqCst));
+            assert_eq!(calls, [1; 3], "{row}: calls of the wakers");
+            for mut task in tasks {
+                let polled = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+                assert!(matches!(polled, Poll::Ready(Ok(_))), "{row}");
+            }
+        });
+        scene.check_unharmed(&row);
+    }
+}
