@@ -8,6 +8,7 @@
 use super::buffer::Buffer;
 use super::errno::{self, ECANCELED};
 use super::{Store, lock};
+use pagemill_core::callback;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -255,11 +256,12 @@ impl Cancel {
     }
 
     /// Cancels all transfers with this object ([`Transfer::with_cancel`]): those in flight, and those that are started
-    /// later. Does not wait until they end.
+    /// later. Does not wait until they end. A panic of a waker is caught and counted (`behind_panics`): the other wakers
+    /// must be called, and drops of files and queues cancel their transfers.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
-        wakers.iter().for_each(Waker::wake_by_ref);
+        wakers.iter().for_each(|waker| _ = callback::catch_panic(|| waker.wake_by_ref()));
     }
 
     pub fn is_cancelled(&self) -> bool {

@@ -5,6 +5,7 @@ use pagemill_store::{Direction, MemoryStore, Store, Transfer};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 
 /// How a transfer or a blocking call ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +94,12 @@ impl ScriptedStore {
     pub fn kept(&self) -> usize {
         let state = self.state();
         state.kept.len() + state.waiting
+    }
+
+    /// Registers a waker with each kept transfer, to be woken when the transfer is cancelled.
+    pub fn wake_when_cancelled(&self, waker: &Waker) {
+        let state = self.state();
+        state.kept.iter().filter_map(Transfer::cancel).for_each(|cancel| cancel.wake_when_cancelled(waker));
     }
 
     /// Lets later calls succeed. Those that wait for the release still wait.

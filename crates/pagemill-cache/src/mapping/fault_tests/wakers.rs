@@ -1,8 +1,10 @@
-//! Panics of the program's code in the middle of other calls: of a task's waker while a read completes.
+//! Panics of the program's code in the middle of other calls: of a task's waker while a read completes, and of a store's
+//! waker while a transfer is cancelled.
 
 use super::driver::Driver;
 use super::reads::ENDS;
 use super::scene::{PAGE, Scene, TestCaches};
+use super::store::End;
 use super::{WAIT_LIMIT, wait_until};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -56,6 +58,33 @@ fn a_waker_that_panics_stops_no_other_task() {
                 assert!(matches!(polled, Poll::Ready(Ok(_))), "{row}");
             }
         });
+        scene.check_unharmed(&row);
+    }
+}
+
+/// A store registers wakers that stop its transfers when they are cancelled, and one panics. The drop of a file or of a
+/// queue must not panic, and must call the other wakers.
+#[test]
+fn a_waker_of_a_store_that_panics_stops_no_drop() {
+    let caches = TestCaches::new();
+    for driver in [Driver::Queue, Driver::Readahead] {
+        let row = format!("{driver:?}");
+        let mut scene = Scene::new(&caches, true, WAIT_LIMIT);
+        scene.store.keep(false);
+        let wakers = [false, true, false].map(|is_broken| CountingWaker { is_broken, calls: AtomicUsize::new(0) });
+        let wakers = wakers.map(Arc::new);
+        let mut queue = scene.cache.queue(1).unwrap();
+        if driver == Driver::Queue {
+            queue.fetch(scene.file(), 0, 0).unwrap();
+        } else {
+            scene.file().will_need(0, PAGE as u64).unwrap();
+        }
+        wakers.iter().for_each(|waker| scene.store.wake_when_cancelled(&Waker::from(waker.clone())));
+        drop(queue);
+        drop(scene.file.take());
+        let calls = wakers.each_ref().map(|waker| waker.calls.load(SeqCst));
+        assert_eq!(calls, [1; 3], "{row}: calls of the wakers");
+        scene.store.release(End::Cancelled);
         scene.check_unharmed(&row);
     }
 }
