@@ -9,11 +9,13 @@ use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping, PageCache};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Relaxed, coarse_ns};
+use pagemill_store::errno::{self, ECANCELED};
 use pagemill_store::ring::{Event, FileId, RingWaker, Settings};
 use pagemill_store::{Buffer, FileStore, Ring};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -204,6 +206,9 @@ impl Queue {
     /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer, because
     /// a page that was truncated meanwhile is read again.
     ///
+    /// A panic of the policy or a store unwinds through this call. The page that it concerns gets a completion with an
+    /// error.
+    ///
     /// # Errors
     ///
     /// [`Error::System`] with the ring's error.
@@ -376,7 +381,8 @@ impl Queue {
             let token = page.token;
             // A truncated or closed file has no such page.
             let is_past = page.file.offset_of(page.index) >= page.file.size_bytes();
-            let result = if is_past || page.file.is_closed.load(Relaxed) { Ok(true) } else { self.request(page) };
+            let is_over = is_past || page.file.is_closed.load(Relaxed);
+            let result = if is_over { Ok(true) } else { self.request_or_report(page) };
             self.push_completion(token, result);
         }
         self.start_reads()
@@ -386,6 +392,19 @@ impl Queue {
     fn start_reads(&mut self) -> Result<()> {
         self.unsubmitted = 0;
         self.ring.submit().map_err(Error::system(READING))
+    }
+
+    /// As [`Queue::request`]. If the policy or the store panics, adds a completion with `ECANCELED` first, because the
+    /// panic unwinds through a call that is not the one that requested the page.
+    fn request_or_report(&mut self, page: Pending) -> Result<bool> {
+        let (token, in_flight) = (page.token, self.in_flight());
+        panic::catch_unwind(AssertUnwindSafe(|| self.request(page))).unwrap_or_else(|cause| {
+            // A read that was submitted has a completion of its own.
+            if self.in_flight() == in_flight {
+                self.push_completion(token, Err(failed(READING)(errno::error(ECANCELED))));
+            }
+            panic::resume_unwind(cause)
+        })
     }
 
     /// Submits the queued reads, and waits until `least` events of the ring can be taken. Completes the reads of stores

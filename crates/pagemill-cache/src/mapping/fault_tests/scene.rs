@@ -4,7 +4,7 @@ use super::store::ScriptedStore;
 use crate::mapping::policy::{Ask, Choice, Policy};
 use crate::mapping::{Caches, Mapping, PageCache, Pin, Writeback};
 use pagemill_core::arena::{self, Arena, Layout};
-use pagemill_core::reclaim::{Account, tree::UNLIMITED};
+use pagemill_core::reclaim::{Account, helper::Helper, tree::UNLIMITED};
 use pagemill_core::sync::Relaxed;
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::MemoryStore;
@@ -40,9 +40,11 @@ pub struct TestCaches {
 
 impl TestCaches {
     pub fn new() -> Self {
-        let arena = arena::place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+        let account = Account::make(UNLIMITED).unwrap();
+        let arena = arena::place(Arena::new(Layout::for_test(), account).unwrap()).unwrap();
+        let helper = arena::place(Helper::new(account)).unwrap();
         let forests = arena::place(OneForest::default()).unwrap();
-        let caches = arena::place(Caches::new(arena, forests)).unwrap();
+        let caches = arena::place(Caches::new(arena, helper, forests)).unwrap();
         caches.collapse_by_hand();
         Self { caches, forests }
     }

@@ -1,11 +1,13 @@
-//! Panics of the program's code in the middle of other calls: of a task's waker while a read completes, and of a store's
-//! waker while a transfer is cancelled.
+//! Panics of the program's code in the middle of other calls: of a task's waker while a read completes, of a store's
+//! waker while a transfer is cancelled, and of a store or policy while a queue requests a page again.
 
-use super::driver::Driver;
+use super::driver::{Driver, PAGES};
 use super::reads::ENDS;
 use super::scene::{PAGE, Scene, TestCaches};
 use super::store::End;
 use super::{WAIT_LIMIT, wait_until};
+use crate::mapping::Fetch;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::task::{Context, Poll, Wake, Waker};
@@ -85,6 +87,63 @@ fn a_waker_of_a_store_that_panics_stops_no_drop() {
         let calls = wakers.each_ref().map(|waker| waker.calls.load(SeqCst));
         assert_eq!(calls, [1; 3], "{row}: calls of the wakers");
         scene.store.release(End::Cancelled);
+        scene.check_unharmed(&row);
+    }
+}
+
+/// A queue waits for the read of another call, and must then read the pages itself. The policy or the store panics
+/// during that. The panic unwinds through the queue's call, and the queue must still report each page once.
+#[test]
+fn a_queue_reports_each_page_after_a_panic() {
+    let caches = TestCaches::new();
+    for (is_asynchronous, is_policy) in [(false, false), (false, true), (true, false), (true, true)] {
+        let row = format!("asynchronous store: {is_asynchronous}, panic of the policy: {is_policy}");
+        let scene = Scene::new(&caches, is_asynchronous, WAIT_LIMIT);
+        let mut queue = scene.cache.queue(8).unwrap();
+        scene.store.keep(false);
+        thread::scope(|scope| {
+            let (store, cache, file) = (&scene.store, &scene.cache, scene.file());
+            let other = match is_asynchronous {
+                true => {
+                    file.will_need(0, (PAGES * PAGE) as u64).unwrap();
+                    None
+                }
+                false => Some(scope.spawn(|| Driver::PartialWrite.run(cache, file.clone(), None))),
+            };
+            wait_until(&format!("{row}: the other read"), || store.kept() == 1);
+            let pages = if is_asynchronous { PAGES } else { 1 };
+            for page in 0..pages {
+                let fetched = queue.fetch(file, (page * PAGE) as u64, page as u64).unwrap();
+                assert_eq!(fetched, Fetch::Started, "{row}");
+            }
+            store.release(End::Failed);
+            other.map(|other| other.join().unwrap());
+            if is_policy {
+                scene.policy_panics.store(true, SeqCst);
+            } else {
+                store.end_calls(0, End::Panicked);
+            }
+            let (mut reported, mut panics) = (vec![0; pages], 0);
+            while !queue.is_empty() {
+                match catch_unwind(AssertUnwindSafe(|| queue.wait(1, WAIT_LIMIT))) {
+                    Ok(completed) => assert!(completed.unwrap() > 0, "{row}: a page is not reported"),
+                    Err(_) => panics += 1,
+                }
+                while let Some(fetched) = queue.next() {
+                    assert!(fetched.result.is_err(), "{row}");
+                    reported[fetched.token as usize] += 1;
+                }
+            }
+            assert_eq!((reported, panics), (vec![1; pages], pages), "{row}: reports of the pages, and panics");
+            scene.policy_panics.store(false, SeqCst);
+            store.succeed();
+            assert_eq!(queue.fetch(file, 0, 9).unwrap() == Fetch::Present, !is_asynchronous, "{row}");
+            while !queue.is_empty() {
+                assert!(queue.wait(1, WAIT_LIMIT).unwrap() > 0, "{row}");
+                queue.next().unwrap().result.expect(&row);
+            }
+        });
+        drop(queue);
         scene.check_unharmed(&row);
     }
 }
