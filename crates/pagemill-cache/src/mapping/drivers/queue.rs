@@ -489,11 +489,16 @@ mod tests {
         assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
         file.truncate(PageSize::MIN_BYTES as u64).unwrap();
         let mut waits = 0;
-        while queue.wait(0, Duration::ZERO).unwrap() == 0 {
+        let fetched = loop {
+            queue.wait(0, Duration::ZERO).unwrap();
             assert!(!queue.ring.has_queued(), "the read was queued, but not submitted");
-            waits += 1;
-        }
+            let Some(fetched) = queue.next() else {
+                waits += 1;
+                continue;
+            };
+            break fetched;
+        };
         assert!(waits > 0, "the page was read again");
-        queue.next().unwrap().result.unwrap();
+        fetched.result.unwrap();
     }
 }
