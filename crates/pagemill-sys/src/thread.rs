@@ -155,7 +155,39 @@ impl Preferred {
 
 impl Drop for Preferred {
     fn drop(&mut self) {
-        set_scheduler(libc::SCHED_OTHER, 0);
+        set_normal_priority();
+    }
+}
+
+/// Gives this thread normal priority.
+fn set_normal_priority() {
+    // Only a privileged thread may clear the flag that `prefer` has set.
+    set_scheduler(libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK, 0);
+}
+
+/// While the value lives, its thread has normal priority. For long work of a thread with real-time priority
+/// ([`prefer`]). Dropping the value gives such a thread real-time priority again.
+pub struct Unpreferred {
+    was_preferred: bool,
+}
+
+impl Unpreferred {
+    pub fn begin() -> Self {
+        // SAFETY: the call takes a number only.
+        let policy = unsafe { libc::sched_getscheduler(0) };
+        let was_preferred = policy == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+        if was_preferred {
+            set_normal_priority();
+        }
+        Self { was_preferred }
+    }
+}
+
+impl Drop for Unpreferred {
+    fn drop(&mut self) {
+        if self.was_preferred {
+            prefer();
+        }
     }
 }
 
@@ -209,4 +241,33 @@ pub fn pause() {
     sched_yield();
     // A direct system call: the C library's function is a cancellation point.
     let _ = nanosleep(&Timespec { tv_sec: 0, tv_nsec: 50_000 });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy() -> libc::c_int {
+        // SAFETY: the call takes a number only.
+        unsafe { libc::sched_getscheduler(0) & !libc::SCHED_RESET_ON_FORK }
+    }
+
+    /// Long work of a thread with real-time priority must have normal priority; afterwards the thread must have its own
+    /// again. A thread with normal priority must keep it.
+    #[test]
+    fn long_work_has_normal_priority() {
+        let test = || {
+            drop(Unpreferred::begin());
+            assert_eq!(policy(), libc::SCHED_OTHER);
+            if !prefer() {
+                println!("skipped: real-time priority is not permitted");
+                return;
+            }
+            let work = Unpreferred::begin();
+            assert_eq!(policy(), libc::SCHED_OTHER);
+            drop(work);
+            assert_eq!(policy(), libc::SCHED_RR);
+        };
+        std::thread::spawn(test).join().unwrap();
+    }
 }

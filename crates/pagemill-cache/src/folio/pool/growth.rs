@@ -20,6 +20,10 @@ const SLOW_GROWTH_NS: u64 = 16_000_000;
 /// Maximum number of bytes of the chunks ahead. Larger chunks are not made resident ahead.
 const MAX_AHEAD_BYTES: usize = 8 << 20;
 
+/// A pool has at most one chunk ahead for this number of chunks with memory, because chunks ahead stay when the growth
+/// stops. So a pool of less than 32 MiB has none. Tests use small pools.
+const CHUNKS_PER_CHUNK_AHEAD: u32 = if cfg!(test) { 1 } else { 16 };
+
 /// The growth of a pool, as far as the chunks ahead depend on it.
 pub(super) struct Growth {
     /// The thread that makes chunks resident ahead.
@@ -134,8 +138,10 @@ impl Pool {
             && self.filled_chunks.load(Relaxed) < self.growth.limit_chunks.load(Relaxed)
     }
 
+    /// Returns the maximum number of chunks ahead of this pool.
     fn max_chunks_ahead(&self) -> u32 {
-        (MAX_AHEAD_BYTES / self.chunk_bytes) as u32
+        let most = (MAX_AHEAD_BYTES / self.chunk_bytes) as u32;
+        most.min(self.filled_chunks.load(Relaxed) / CHUNKS_PER_CHUNK_AHEAD)
     }
 }
 

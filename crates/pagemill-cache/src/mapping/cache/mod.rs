@@ -25,6 +25,7 @@ use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::Store;
 use pagemill_store::ring::RingWaker;
+use pagemill_sys::thread::Unpreferred;
 use pagemill_xarray::{Forest, Forests};
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
@@ -149,6 +150,8 @@ impl Caches {
                 continue;
             }
             was_requested = true;
+            // The threads of the program that submit and complete I/O come first.
+            let _unpreferred = Unpreferred::begin();
             let has_cache = self.users.with(|users| users[at].1.strong_count() > 0);
             if has_cache {
                 pool.grow_ahead();
