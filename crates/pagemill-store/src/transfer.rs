@@ -261,7 +261,7 @@ impl Cancel {
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
-        wakers.iter().for_each(|waker| _ = callback::catch_panic(|| waker.wake_by_ref()));
+        wakers.into_iter().for_each(|waker| _ = callback::catch_panic(|| waker.wake()));
     }
 
     pub fn is_cancelled(&self) -> bool {

@@ -161,9 +161,9 @@ impl Ring {
         }
     }
 
-    /// Returns whether entries are queued but not submitted.
-    pub fn has_queued(&mut self) -> bool {
-        !self.uring().submission().is_empty()
+    /// Returns the number of entries that are queued but not submitted.
+    pub fn queued(&mut self) -> usize {
+        self.uring().submission().len()
     }
 
     /// Submits the queued entries without waiting.
@@ -342,7 +342,7 @@ mod tests {
         let (mut out, mut back) = (vec![7u8; 10_000], vec![0u8; 10_000]);
         // SAFETY: both buffers live until the end of the test, which waits for each transfer.
         unsafe { ring.queue(&transfer(&file, true, &mut out, 5), 1) }.unwrap();
-        assert!(ring.has_queued());
+        assert_eq!(ring.queued(), 1);
         assert_eq!(wait_for(&mut ring, 1), 10_000);
         ring.make_file_table(2).unwrap();
         ring.register_file(1, file.as_raw_fd()).unwrap();

@@ -165,30 +165,17 @@ fn set_normal_priority() {
     set_scheduler(libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK, 0);
 }
 
-/// While the value lives, its thread has normal priority. For long work of a thread with real-time priority
-/// ([`prefer`]). Dropping the value gives such a thread real-time priority again.
-pub struct Unpreferred {
-    was_preferred: bool,
-}
-
-impl Unpreferred {
-    pub fn begin() -> Self {
-        // SAFETY: the call takes a number only.
-        let policy = unsafe { libc::sched_getscheduler(0) };
-        let was_preferred = policy == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
-        if was_preferred {
-            set_normal_priority();
-        }
-        Self { was_preferred }
+/// Runs `work` with normal priority, for long work of a thread that may have real-time priority ([`prefer`]). Gives such
+/// a thread real-time priority again. Returns false if that is not permitted any more.
+pub fn with_normal_priority(work: impl FnOnce()) -> bool {
+    // SAFETY: the call takes a number only.
+    let policy = unsafe { libc::sched_getscheduler(0) };
+    let is_preferred = policy == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+    if is_preferred {
+        set_normal_priority();
     }
-}
-
-impl Drop for Unpreferred {
-    fn drop(&mut self) {
-        if self.was_preferred {
-            prefer();
-        }
-    }
+    work();
+    !is_preferred || prefer()
 }
 
 /// Reserves 8 ms of CPU time in every 10 ms for this thread (`SCHED_DEADLINE`). If that is not permitted, does the same
@@ -257,15 +244,13 @@ mod tests {
     #[test]
     fn long_work_has_normal_priority() {
         let test = || {
-            drop(Unpreferred::begin());
+            assert!(with_normal_priority(|| assert_eq!(policy(), libc::SCHED_OTHER)));
             assert_eq!(policy(), libc::SCHED_OTHER);
             if !prefer() {
                 println!("skipped: real-time priority is not permitted");
                 return;
             }
-            let work = Unpreferred::begin();
-            assert_eq!(policy(), libc::SCHED_OTHER);
-            drop(work);
+            assert!(with_normal_priority(|| assert_eq!(policy(), libc::SCHED_OTHER)));
             assert_eq!(policy(), libc::SCHED_RR);
         };
         std::thread::spawn(test).join().unwrap();

@@ -68,7 +68,8 @@ pub trait Budget: Sync {
     /// [`Error::NoMemory`] if the bytes do not fit even after reclaim; nothing is charged then.
     fn admit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// As [`Budget::admit`], but never reclaims: returns false, and charges nothing, if less than twice the bytes fit.
+    /// As [`Budget::admit`], but never reclaims: returns false, and charges nothing, if less than twice the bytes fit
+    /// below the limits of the process and its tree, or if the bytes do not fit before the margin of other limits.
     /// For memory that is made resident before it is needed. The default refuses all bytes.
     fn admit_without_reclaim(&self, _bytes: u64) -> bool {
         false

@@ -190,15 +190,20 @@ impl Helper {
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);
-            let was_requested = prefault();
+            account.answer();
+            // After a kernel event memory may be short, so the governor's step comes first.
+            let is_warned = self.has_events();
+            let was_requested = !is_warned && prefault();
             // A growing process wakes the helper for each block. The governor's step takes about as long as one block.
             let now_ns = clock::fine_ns();
-            if was_requested && now_ns < next_step_ns && self.signs.load(Relaxed) == 0 {
+            if was_requested && now_ns < next_step_ns && !self.has_events() {
                 futex::wait(word, seen, Some(Duration::from_nanos(next_step_ns - now_ns)), Scope::Shared);
                 continue;
             }
-            account.answer();
             let next = governor.step(account, self.take_events(alarms.as_mut()), self.policy());
+            if is_warned {
+                prefault();
+            }
             let pause = match next {
                 NextStep::After(pause) => Some(pause),
                 NextStep::WhenGiveable | NextStep::WhenAsked => None,
@@ -222,6 +227,11 @@ impl Helper {
             }
             self.is_parked.store(false, Relaxed);
         }
+    }
+
+    /// Returns whether kernel events have happened since the last step of the governor.
+    pub fn has_events(&self) -> bool {
+        self.signs.load(Relaxed) != 0
     }
 
     /// Reads and clears the kernel events that happened since the last step.

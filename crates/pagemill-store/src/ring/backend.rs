@@ -107,11 +107,11 @@ impl Backend {
         Ok(())
     }
 
-    #[cfg(any(test, feature = "test-util"))]
-    pub fn has_queued(&mut self) -> bool {
+    /// Returns the number of requests that are queued but not started.
+    pub fn queued(&mut self) -> usize {
         match self {
-            Self::Kernel { ring, .. } => ring.has_queued(),
-            Self::Threads(threads) => threads.has_queued(),
+            Self::Kernel { ring, .. } => ring.queued(),
+            Self::Threads(threads) => threads.queued(),
         }
     }
 
@@ -119,7 +119,7 @@ impl Backend {
     pub fn submit(&mut self) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => {
-                if ring.has_queued() {
+                if ring.queued() > 0 {
                     ignore_busy(ring.submit())?;
                 }
             }

@@ -170,6 +170,8 @@ pub struct Ring<B: Buffer> {
     free: Vec<u32>,
     /// Events that the caller has not taken.
     events: VecDeque<Event<B>>,
+    /// Whether [`Event::Late`] was added to the events since they were last discarded.
+    has_late: bool,
     /// The attached files. A [`FileId`] is an index into this vector.
     files: ManuallyDrop<Vec<Option<Arc<FileHandle>>>>,
     /// Whether transfers may use the kernel's table of files.
@@ -221,6 +223,7 @@ impl<B: Buffer> Ring<B> {
             slots: ManuallyDrop::new(slots),
             free: (0..depth).rev().collect(),
             events: VecDeque::new(),
+            has_late: false,
             files: ManuallyDrop::new(Vec::new()),
             has_file_table: false,
             regions: ManuallyDrop::new(Regions::new(MEMORY_TABLE_LEN)),
@@ -431,10 +434,9 @@ impl<B: Buffer> Ring<B> {
         slots.filter_map(|(at, slot)| slot.request.as_ref().map(|request| (slot.id(at), request)))
     }
 
-    /// Returns whether a transfer is queued but not started.
-    #[cfg(any(test, feature = "test-util"))]
-    pub fn has_queued(&mut self) -> bool {
-        self.is_ours() && self.backend.has_queued()
+    /// Returns the number of requests, transfers and cancels, that are queued but not started.
+    pub fn queued(&mut self) -> usize {
+        if self.is_ours() { self.backend.queued() } else { 0 }
     }
 
     /// Starts the queued transfers without waiting. [`Ring::wait`] starts them, too.
@@ -495,6 +497,13 @@ impl<B: Buffer> Ring<B> {
         self.events.len()
     }
 
+    /// Removes the reports of late transfers ([`Event::Late`]).
+    pub fn discard_late(&mut self) {
+        if std::mem::take(&mut self.has_late) {
+            self.events.retain(|event| matches!(event, Event::Done { .. }));
+        }
+    }
+
     /// Returns the buffers of the transfers whose [`Event::Done`] was not taken yet.
     pub fn completed_buffers(&self) -> impl Iterator<Item = &B> {
         self.events.iter().filter_map(|event| match event {
@@ -539,6 +548,7 @@ impl<B: Buffer> Ring<B> {
             }
             stats::add(Counter::TransfersLate, 1);
             self.events.push_back(Event::Late { id });
+            self.has_late = true;
         }
     }
 

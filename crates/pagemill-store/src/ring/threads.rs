@@ -202,9 +202,9 @@ impl ThreadBackend {
         self.queued.push_back(ThreadJob { transfer: *transfer, token, completions: self.completions.clone() });
     }
 
-    #[cfg(any(test, feature = "test-util"))]
-    pub fn has_queued(&mut self) -> bool {
-        !self.queued.is_empty()
+    /// Returns the number of jobs that are queued but not started.
+    pub fn queued(&self) -> usize {
+        self.queued.len()
     }
 
     pub fn submit(&mut self) {

@@ -70,8 +70,6 @@ impl Pool {
     /// Makes a chunk that this thread has claimed and filled a free chunk, and calls `act` before the lock `state` is
     /// released.
     pub(super) fn publish_chunk<R>(&self, chunk: u32, act: impl FnOnce(&mut PoolState) -> R) -> R {
-        let filled = self.filled_chunks.fetch_add(1, Relaxed);
-        debug_assert!(filled < self.max_chunks, "each chunk counts once");
         let number = chunk << self.chunk_order;
         if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
             self.frames.allow_huge();
@@ -80,6 +78,8 @@ impl Pool {
         self.with_state(|state| {
             debug_assert!(state.chunks_in_transit > 0, "this chunk is in transit");
             state.chunks_in_transit -= 1;
+            let filled = self.filled_chunks.fetch_add(1, Relaxed);
+            debug_assert!(filled < self.max_chunks, "each chunk counts once");
             state.buddies.leases.note_filled(chunk, true);
             state.buddies.free(&self.frames, number, self.chunk_order, true);
             act(state)

@@ -103,7 +103,8 @@ impl Pool {
     pub fn grow_ahead(&self) {
         self.growth.is_requested.store(false, Relaxed);
         for _ in 0..self.max_chunks_ahead() {
-            if !(self.wants_chunk_ahead() && self.add_chunk_ahead()) {
+            let is_wanted = self.wants_chunk_ahead() && !self.growth.helper.has_events();
+            if !(is_wanted && self.add_chunk_ahead()) {
                 return;
             }
         }

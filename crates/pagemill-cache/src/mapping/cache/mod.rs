@@ -25,7 +25,7 @@ use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::Store;
 use pagemill_store::ring::RingWaker;
-use pagemill_sys::thread::Unpreferred;
+use pagemill_sys::thread;
 use pagemill_xarray::{Forest, Forests};
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
@@ -150,13 +150,14 @@ impl Caches {
                 continue;
             }
             was_requested = true;
-            // The threads of the program that submit and complete I/O come first.
-            let _unpreferred = Unpreferred::begin();
             let has_cache = self.users.with(|users| users[at].1.strong_count() > 0);
-            if has_cache {
-                pool.grow_ahead();
-            } else {
+            if !has_cache {
                 pool.drop_growth_request();
+                continue;
+            }
+            // The threads of the program that submit and complete I/O come first.
+            if !thread::with_normal_priority(|| pool.grow_ahead()) {
+                stats::set(Counter::HelpersPreferred, 0);
             }
         }
         was_requested

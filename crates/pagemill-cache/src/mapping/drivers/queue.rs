@@ -103,8 +103,6 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// ```
 pub struct Queue {
     ring: Ring<Unpublished>,
-    /// Number of reads that were queued in the ring and not submitted.
-    unsubmitted: usize,
     pending: VecDeque<Pending>,
     completed: VecDeque<Fetched>,
     /// The file of the last read, and its id in the ring.
@@ -135,7 +133,6 @@ impl PageCache {
         Ok(Queue {
             cache,
             ring,
-            unsubmitted: 0,
             pending,
             completed,
             last: None,
@@ -218,7 +215,9 @@ impl Queue {
         loop {
             let rest = timeout.saturating_sub(begun.elapsed());
             let step = self.due().map_or(rest, |step| rest.min(step));
-            let wanted = least.saturating_sub(self.completed.len());
+            // One read may complete several pending pages.
+            let most = if self.pending.is_empty() { least } else { 1 };
+            let wanted = least.saturating_sub(self.completed.len()).min(most);
             self.collect(wanted.min(self.in_flight() + self.ring.ready()), step)?;
             self.check_pending()?;
             let has_more = !self.pending.is_empty() || self.in_flight() > 0;
@@ -266,7 +265,7 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion; `None` if none has arrived. Adds the page to its file. So only few instructions separate
+    /// Takes the next completion; `None` if none has arrived, and in a fork child. Adds the page to its file. So only few instructions separate
     /// a wait from the first completion, after which the caller can request the next page.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
@@ -276,6 +275,10 @@ impl Queue {
 
     /// Completes the next read that has ended in the ring. Returns whether there was an event.
     fn complete_next(&mut self) -> bool {
+        // A fork child neither owns the folios, nor may it wait for locks that threads of the parent held.
+        if self.cache.0.check().is_err() {
+            return false;
+        }
         let Some(event) = self.ring.next() else { return false };
         if let Event::Done { buffer: folio, result, .. } = event {
             self.complete(folio, result);
@@ -327,13 +330,12 @@ impl Queue {
             let _ = self.waker();
         }
         match self.ring.read(id, offset, folio) {
-            Ok(_) => self.unsubmitted += 1,
+            // A device without other reads begins at once. The read has a completion, so an error is reported by the
+            // next wait, which submits again.
+            Ok(_) if self.ring.queued() >= SUBMIT_BATCH.min(self.ring.in_flight()) => _ = self.ring.submit(),
+            Ok(_) => {}
             // The ring is full.
             Err(folio) => self.request_later(&folio),
-        }
-        // A device without other reads begins at once.
-        if self.unsubmitted >= SUBMIT_BATCH.min(self.ring.in_flight()) {
-            self.start_reads()?;
         }
         Ok(false)
     }
@@ -385,12 +387,6 @@ impl Queue {
             let result = if is_over { Ok(true) } else { self.request_or_report(page) };
             self.push_completion(token, result);
         }
-        self.start_reads()
-    }
-
-    /// Submits the queued reads.
-    fn start_reads(&mut self) -> Result<()> {
-        self.unsubmitted = 0;
         self.ring.submit().map_err(Error::system(READING))
     }
 
@@ -410,12 +406,15 @@ impl Queue {
     /// Submits the queued reads, and waits until `least` events of the ring can be taken. Completes the reads of stores
     /// that have ended.
     fn collect(&mut self, least: usize, timeout: Duration) -> Result<()> {
-        self.unsubmitted = 0;
+        let known = self.ring.ready();
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
+        self.ring.discard_late();
         self.registration.unregister_if_requested(&mut self.ring);
-        self.ring.completed_buffers().for_each(Unpublished::prefetch_publication);
-        // A pending page may wait for one of these reads.
-        while !self.pending.is_empty() && self.complete_next() {}
+        self.ring.completed_buffers().skip(known).for_each(Unpublished::prefetch_publication);
+        // A pending page may wait for one of these reads. With events that were not taken, the ring would not wait for
+        // the reads of stores.
+        let must_complete = !self.pending.is_empty() || self.completions.as_ref().is_some_and(|reads| reads.in_flight > 0);
+        while must_complete && self.complete_next() {}
         if let Some(completions) = &mut self.completions {
             completions.take().into_iter().for_each(|(folio, result)| self.complete(folio, result));
         }
@@ -491,7 +490,7 @@ mod tests {
         let mut waits = 0;
         let fetched = loop {
             queue.wait(0, Duration::ZERO).unwrap();
-            assert!(!queue.ring.has_queued(), "the read was queued, but not submitted");
+            assert_eq!(queue.ring.queued(), 0, "the read was queued, but not submitted");
             let Some(fetched) = queue.next() else {
                 waits += 1;
                 continue;
