@@ -1,6 +1,8 @@
-//! Calls the program's code (stores, policies, completion callbacks) on threads that belong to this crate.
+//! Calls the program's code (stores, policies, wakers, completion callbacks) where a panic must not unwind: on threads
+//! of the library, and in calls that must do the rest of their work.
 //!
-//! An uncaught panic in such code would end the process, so this module catches and counts it. The calling code decides
+//! On a thread of the library an uncaught panic would end the process; elsewhere it would skip the rest of the work, or
+//! unwind through code that has nothing to do with it. So this module catches and counts it. The calling code decides
 //! which store, policy or cache it stops using afterwards.
 
 use crate::stats::{self, Counter};

@@ -178,7 +178,8 @@ impl Instance {
     }
 
     /// Makes memory resident that was requested before an allocation needs it, if there is room without reclaim. A step
-    /// of the helper thread. Returns whether a part had a request, or the heap one for which there was room.
+    /// of the helper thread. Returns true if a part had a request, or if a requested block of the heap was made
+    /// resident.
     pub fn prefault(&self) -> bool {
         let mut was_requested = false;
         while self.arena.prefault() {

@@ -256,8 +256,8 @@ impl Cancel {
     }
 
     /// Cancels all transfers with this object ([`Transfer::with_cancel`]): those in flight, and those that are started
-    /// later. Does not wait until they end. A panic of a waker is caught and counted (`behind_panics`): the other wakers
-    /// must be called, and drops of files and queues cancel their transfers.
+    /// later. Does not wait until they end. A panic of a waker is caught and counted (`behind_panics`): the other
+    /// wakers must be called, and drops of files and queues cancel their transfers.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));

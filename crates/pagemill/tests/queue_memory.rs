@@ -255,6 +255,10 @@ fn calls_of_a_fork_child_fail() {
     }
     let mut hint = FolioHint::default();
     drop(mapping.pin_hinted(&mut hint, 0).unwrap());
+    // A completed read, whose page is not in the file yet.
+    mapping.dont_need(0, HUGE_FOLIO_BYTES as u64).unwrap();
+    assert_eq!(queue.fetch(&mapping, 0, 0).unwrap(), Fetch::Started);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
@@ -276,6 +280,7 @@ fn calls_of_a_fork_child_fail() {
             refused |= (1 - is_refused(queue.fetch(&mapping, offset as u64, 0).map(drop))) << 2;
         }
         refused |= (1 - is_refused(queue.wait(0, Duration::ZERO).map(drop))) << 3;
+        refused |= u8::from(queue.next().is_some()) << 6;
         drop((queue, mapping, cache));
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(refused.into()) };
@@ -285,6 +290,7 @@ fn calls_of_a_fork_child_fail() {
     // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(status, 0, "a signal, or a bit for each kind of call that did not fail");
+    queue.next().unwrap().result.unwrap();
     read_all(&mut queue, &mapping, HUGE_FOLIO_BYTES, 5);
     drop(mapping);
     let registered = queue.registered_bytes();
@@ -382,6 +388,35 @@ fn reads_of_a_delayed_store_overlap() {
         assert!(queue.is_empty());
         assert_eq!(store.calls().reads, READ_COUNT as u64, "each page was read once");
     }
+}
+
+/// A queue reads a file of the system and a delayed store. A wait for both must sleep until the store has completed its
+/// read, although the other completion could be taken. The thread's CPU time must be less than half of the waiting time.
+#[test]
+fn a_wait_for_a_file_and_a_store_sleeps() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_test_file(folder.path(), 3);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let (store, delayed) = open_delayed_store(&cache, PAGE_BYTES);
+    let fast = open(&cache, &path);
+    let mut queue = cache.queue(4).unwrap();
+    store.hold();
+    assert_eq!(queue.fetch(&delayed, 0, 1).unwrap(), Fetch::Started);
+    assert_eq!(queue.fetch(&fast, 0, 2).unwrap(), Fetch::Started);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
+    let cpu_time = || {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the call writes `time`.
+        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) }, 0);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    };
+    let (begun, cpu_before) = (std::time::Instant::now(), cpu_time());
+    assert_eq!(queue.wait(2, Duration::from_millis(300)).unwrap(), 1);
+    assert!((cpu_time() - cpu_before) * 2 < begun.elapsed(), "the wait used {:?}", cpu_time() - cpu_before);
+    store.release();
+    assert_eq!(queue.wait(2, WAIT_LIMIT).unwrap(), 2);
+    let tokens: [u64; 2] = [(); 2].map(|()| queue.next().unwrap().token);
+    assert_eq!(tokens, [2, 1]);
 }
 
 /// A read that fails must be reported and must not be cached. Truncated data must not come back. Reads that are in

@@ -14,7 +14,8 @@
 //! its memory follow from the number by arithmetic. A folio records its owner as an opaque file id and a page index.
 //!
 //! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Uses `arena`. Locks: `state` (free lists), which
-//! is never held while memory is brought in or returned. While a pool grows, the helper thread brings in chunks ahead.
+//! is never held while memory is brought in or returned. While a pool grows, the helper thread brings in chunks before
+//! they are needed.
 
 mod buddy;
 pub(crate) mod bytes;

@@ -81,7 +81,7 @@ pub(crate) struct Pool {
     pub chunk_bytes: usize,
     /// NUMA node that the address range is bound to.
     pub node: usize,
-    /// Chunks that become resident ahead while the pool grows.
+    /// How many chunks the helper makes resident before they are needed.
     growth: Growth,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
@@ -259,8 +259,8 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
-    /// Called in a fork child for each pool of its parent. [`Pool::frame_if_any`] returns no frame from then on, because
-    /// the memory of these pools may not be mapped in the child.
+    /// Called in a fork child for each pool of its parent. [`Pool::frame_if_any`] returns no frame from then on,
+    /// because the memory of these pools may not be mapped in the child.
     pub fn begin_child(&self) {
         self.opened_pages.store(0, Relaxed);
     }
@@ -547,7 +547,8 @@ impl Pool {
         result
     }
 
-    /// Publishes the number of free chunks. Returns whether there are fewer than before.
+    /// Publishes the number of free chunks. Returns whether there are fewer than before. False for reserved huge pages,
+    /// which never grow.
     fn publish_free_chunks(&self, state: &PoolState) -> bool {
         if self.is_lease_end_requested() && !state.buddies.has_leased() {
             self.is_lease_end_requested.store(false, Relaxed);

@@ -59,7 +59,7 @@ impl File {
     /// state word. The folio of 2^`order` pages begins at page `number` of the pool. A wrong order does no harm.
     #[inline(always)]
     pub(crate) fn prefetch(&self, number: u32, order: u32, offset: u64) {
-        // Folios are aligned to their length in the file.
+        // A folio's offset in the file is a multiple of its length.
         let at = offset as usize & ((1 << (self.pool.page_shift + order)) - 1);
         mem::prefetch(self.pool.addr(number) + at);
     }
@@ -71,8 +71,8 @@ impl File {
         Some((found, self.pool.frame_if_any(found.value)?))
     }
 
-    /// Returns whether a page has a folio. May return false for a page that has one, if another thread changes the index
-    /// or the folio. Needs no epoch.
+    /// Returns whether a page has a folio. May return false for a page that has one, if another thread changes the
+    /// index or the folio. Needs no epoch.
     pub(crate) fn seems_present(&self, index: u64) -> bool {
         self.hint(index).is_some_and(|(_, frame)| {
             let state = frame.word.load();
@@ -80,7 +80,8 @@ impl File {
         })
     }
 
-    /// Returns whether the live or frozen folio of 2^`order` pages that begins at a frame has page `index` of this file.
+    /// Returns whether the live or frozen folio of 2^`order` pages that begins at a frame has page `index` of this
+    /// file.
     #[inline]
     pub(crate) fn has_page_in(&self, frame: &Frame, index: u64, order: u8) -> bool {
         frame.has_page(Owner { id: self.id, index }, order)
@@ -118,8 +119,8 @@ impl File {
         }
     }
 
-    /// Returns the folios that cover some of `pages`, in the order of the file. Each step is a look-up of its own, with a
-    /// guard of its own, so the caller may wait or change the index between two steps.
+    /// Returns the folios that cover some of `pages`, in the order of the file. Each step is a look-up of its own, with
+    /// a guard of its own, so the caller may wait or change the index between two steps.
     pub(crate) fn folios(&self, pages: Range<u64>) -> impl Iterator<Item = Found> {
         let mut at = pages.start;
         std::iter::from_fn(move || {

@@ -144,7 +144,7 @@ impl InflightTable {
 
     /// Completes a request: removes it, and wakes the threads and tasks that wait for it. Calls wakers of tasks, so the
     /// caller must hold no lock. A panic of a waker is caught: the other tasks must be woken, and the caller may be a
-    /// thread that does not know the task, or that is unwinding. Does nothing for a cancelled request.
+    /// thread that has nothing to do with the task, or is already unwinding. Does nothing for a cancelled request.
     pub fn complete(&self, id: RequestId) {
         let shard = &self.shards[id.shard];
         let completed = shard.reads.with(|reads| {

@@ -80,8 +80,8 @@ impl Arena {
         unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted) }
     }
 
-    /// As [`Arena::populate_blocks`], for blocks that will be needed soon: does nothing unless there is room without
-    /// reclaim. Returns whether the blocks were made resident.
+    /// As [`Arena::populate_blocks`], for blocks that will be needed soon. Never reclaims. Returns false, with the
+    /// blocks still empty, if there is no room for twice their bytes or the kernel has no page.
     ///
     /// # Safety
     ///

@@ -33,7 +33,8 @@ const MIN_HELPER_RESIDENT_BYTES: u64 = 16 << 20;
 const MIN_EVENT_PAUSE: Duration = Duration::from_millis(5);
 
 /// While requests to make memory resident wake the helper, this time passes between two steps of the governor, unless
-/// the governor requests an earlier one. Requests of siblings, which wait 25 ms, are answered as rarely.
+/// the governor or a kernel event requires an earlier one. Requests of siblings are answered at these steps, in time
+/// for their limit of 25 ms.
 const STEP_PAUSE: Duration = Duration::from_millis(4);
 
 /// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
@@ -194,7 +195,8 @@ impl Helper {
             // After a kernel event memory may be short, so the governor's step comes first.
             let is_warned = self.has_events();
             let was_requested = !is_warned && prefault();
-            // A growing process wakes the helper for each block. The governor's step takes about as long as one block.
+            // A growing process wakes the helper often. A step of the governor takes about as long as making one block
+            // resident, so it does not run at each wake-up.
             let now_ns = clock::fine_ns();
             if was_requested && now_ns < next_step_ns && !self.has_events() {
                 futex::wait(word, seen, Some(Duration::from_nanos(next_step_ns - now_ns)), Scope::Shared);

@@ -58,8 +58,8 @@ impl Pool {
         unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop)
     }
 
-    /// As [`Pool::fill_chunk`] for a chunk that will be needed soon. Returns false, and does nothing, if there is no
-    /// room without reclaim.
+    /// As [`Pool::fill_chunk`] for a chunk that will be needed soon. Never reclaims. Returns false, with the chunk
+    /// still empty, if there is too little room or the kernel has no page.
     pub(super) fn fill_chunk_ahead(&self, chunk: u32) -> bool {
         debug_assert!(!self.is_hugetlb(), "reserved huge pages are resident");
         let (first_block, blocks) = self.blocks_of(chunk);

@@ -1,41 +1,42 @@
-//! Chunks ahead: while a cache grows, the helper thread makes chunks resident before an allocation needs them.
+//! *Chunks ahead* are free chunks that the helper thread made resident before they were needed, because the cache
+//! grows.
 //!
 //! A thread that takes a free chunk into use notes the time. If the chunk before was taken a short time ago, the thread
-//! requests chunks and wakes the helper. Chunks that the helper makes resident are ordinary free chunks, so reclaim
-//! returns those that no allocation uses.
+//! requests chunks and wakes the helper. Chunks ahead are ordinary free chunks, so reclaim returns those that no
+//! allocation uses.
 
 use super::Pool;
 use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, coarse_ns};
 use std::sync::atomic::AtomicBool;
 
-/// A pool grows while no more time than this, in nanoseconds, passes from one chunk to the next. The next chunk is then
-/// made resident ahead. A cache that grows once and stops gets none.
+/// Maximum time between two chunks, in nanoseconds, for the pool to count as growing. While it grows, the next chunk is
+/// made resident before it is needed. A cache that takes a single chunk gets none.
 const GROWTH_NS: u64 = 50_000_000;
 
-/// From this time between two chunks on, in nanoseconds, one chunk ahead is enough. The helper needs about a quarter of
-/// a millisecond to make a chunk resident.
+/// If the time between two chunks, in nanoseconds, is at least this, one chunk ahead is enough. The helper needs about
+/// a quarter of a millisecond to make a chunk resident.
 const SLOW_GROWTH_NS: u64 = 16_000_000;
 
-/// Maximum number of bytes of the chunks ahead. Larger chunks are not made resident ahead.
+/// Maximum number of bytes of the chunks ahead. Pools of larger chunks get none.
 const MAX_AHEAD_BYTES: usize = 8 << 20;
 
-/// A pool has at most one chunk ahead for this number of chunks with memory, because chunks ahead stay when the growth
+/// A pool gets at most one chunk ahead for every 16 chunks that have memory, because chunks ahead stay when the growth
 /// stops. So a pool of less than 32 MiB has none. Tests use small pools.
 const CHUNKS_PER_CHUNK_AHEAD: u32 = if cfg!(test) { 1 } else { 16 };
 
-/// The growth of a pool, as far as the chunks ahead depend on it.
+/// What decides how many chunks ahead a pool gets.
 pub(super) struct Growth {
-    /// The thread that makes chunks resident ahead.
+    /// The thread that makes the chunks ahead resident.
     helper: &'static Helper,
-    /// Chunks ahead are made resident only while fewer chunks than this have memory: the limit of the pool's cache,
+    /// The helper makes chunks resident only while fewer chunks than this have memory: the limit of the pool's cache,
     /// rounded up to chunks.
     limit_chunks: AtomicU32,
     /// Time at which a chunk was last taken into use.
     last_use_ns: AtomicU64,
-    /// Number of free chunks that the helper provides; 0 while the pool does not grow.
+    /// Number of free chunks that the helper keeps resident; 0 while the pool does not grow.
     chunks_ahead: AtomicU32,
-    /// Chunks ahead are requested, and the helper was woken.
+    /// Whether chunks ahead are requested and the helper has not handled that yet.
     is_requested: AtomicBool,
 }
 
@@ -79,15 +80,15 @@ impl Pool {
         let chunks_ahead = chunks_ahead_after_use(growth.chunks_ahead.load(Relaxed), since_last_ns);
         let chunks_ahead = chunks_ahead.min(self.max_chunks_ahead());
         growth.chunks_ahead.store(chunks_ahead, Relaxed);
-        // The helper is woken for half of the chunks ahead, not for each of them.
+        // Wakes the helper when at most half of the chunks ahead are left, not after each one.
         let is_due = self.free_chunks.load(Relaxed) <= chunks_ahead / 2;
         if is_due && self.wants_chunk_ahead() && !growth.is_requested.swap(true, Relaxed) {
             growth.helper.wake();
         }
     }
 
-    /// Notes that an allocation had to make a chunk resident itself. If chunks ahead were requested, they came too late,
-    /// so their number doubles.
+    /// Notes that an allocation had to make a chunk resident itself. If the pool grows, the helper was too late, so the
+    /// number of chunks ahead doubles.
     pub(super) fn note_chunk_missed(&self) {
         let chunks_ahead = self.growth.chunks_ahead.load(Relaxed);
         self.growth.chunks_ahead.store((2 * chunks_ahead).min(self.max_chunks_ahead()), Relaxed);
@@ -115,8 +116,8 @@ impl Pool {
         self.growth.is_requested.store(false, Relaxed);
     }
 
-    /// Makes a chunk resident and free. Returns false if the cache's limit has no room for the chunk, or if the process
-    /// has no room without reclaim.
+    /// Makes a chunk resident and free. Never reclaims. Returns false, and adds no chunk, if it does not fit below the
+    /// limit of the cache or of the process, or if the kernel has no page.
     fn add_chunk_ahead(&self) -> bool {
         let claimed = self.state.with(|state| {
             // Chunks that are being returned count, too, so the sum is never too low.
@@ -166,7 +167,7 @@ mod tests {
 
     /// Writes the chunk with this index, a short time after the chunk before.
     fn write_soon(cache: &PageCache, file: &Mapping, chunk: usize) {
-        // The time since a later time is zero.
+        // A last use in the future makes `since_last_ns` zero (saturating subtraction).
         cache.0.pool.growth.last_use_ns.store(u64::MAX, Relaxed);
         write(file, chunk);
     }
@@ -206,7 +207,7 @@ mod tests {
                 assert_eq!((filled_and_free(&cache), caches.grow_ahead()), ((at as u32, 0), true));
                 assert_eq!(filled_and_free(&cache), (at as u32 + provided, provided));
             }
-            // The helper is woken for half of the chunks ahead.
+            // The helper is woken when half of the chunks ahead are left.
             write_soon(&cache, &file, at);
             assert!(!caches.grow_ahead());
             write_soon(&cache, &file, at + 1);

@@ -41,7 +41,7 @@ pub const MAX_CACHES: usize = 256;
 /// Example: [`PageCache`].
 pub struct Caches {
     pub(crate) arena: &'static Arena,
-    /// Makes chunks resident ahead.
+    /// Makes chunks resident before they are needed.
     pub(crate) helper: &'static Helper,
     /// Provides the allocator of index nodes for each new cache.
     pub(crate) forests: &'static dyn Forests,

@@ -61,8 +61,8 @@ impl Pending {
 /// Maximum time of the wait for another queue's read, which its owner may never complete. Then that read is cancelled.
 const MAX_WAIT_NS: u64 = 100_000_000;
 
-/// Number of reads that are submitted together while the device has others. Submitting them one by one costs most. If
-/// all were submitted together, the device would idle meanwhile.
+/// Number of reads that are submitted together while the device has others. One system call for each read costs too
+/// much CPU time; one for all reads would leave the device idle until then.
 const SUBMIT_BATCH: usize = 4;
 
 /// Interval between checks of pages that other threads read.
@@ -130,23 +130,16 @@ impl PageCache {
         let registration = Registration::new(self.0.pool, ring.is_kernel());
         let (pending, completed) = (VecDeque::new(), VecDeque::new());
         let cache = self.clone();
-        Ok(Queue {
-            cache,
-            ring,
-            pending,
-            completed,
-            last: None,
-            registration,
-            completions: None,
-            waker: None,
-        })
+        Ok(Queue { cache, ring, pending, completed, last: None, registration, completions: None, waker: None })
     }
 }
 
 impl Queue {
-    /// Requests the page at `offset` of a file of the same cache. [`Queue::wait`] submits the reads, several together.
+    /// Requests the page at `offset` of a file of the same cache. Submits the read at once if the device has no other
+    /// read of this queue. Otherwise several reads are submitted together, at the latest by [`Queue::wait`].
     ///
-    /// Submits the read of a store that is no file of the system at once. Blocks for a store with blocking calls only.
+    /// The read of a store that is no file of the system is always submitted at once. If that store has blocking calls,
+    /// this call blocks while it reads the page.
     ///
     /// # Errors
     ///
@@ -180,7 +173,7 @@ impl Queue {
         self.in_flight() + self.pending.len() + self.ready()
     }
 
-    /// Returns the number of completions that can be taken. A read among them may turn out to be needed again.
+    /// Returns the number of completions that can be taken. Some of their pages may have to be read again.
     fn ready(&self) -> usize {
         self.completed.len() + self.ring.ready()
     }
@@ -200,8 +193,8 @@ impl Queue {
     }
 
     /// Submits the requested reads. Blocks until at least `least` completions can be taken, no request is left, or
-    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer, because
-    /// a page that was truncated meanwhile is read again.
+    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer,
+    /// because a page that was truncated meanwhile is read again.
     ///
     /// A panic of the policy or a store unwinds through this call. The page that it concerns gets a completion with an
     /// error.
@@ -265,8 +258,10 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion; `None` if none has arrived, and in a fork child. Adds the page to its file. So only few instructions separate
-    /// a wait from the first completion, after which the caller can request the next page.
+    /// Takes the next completion; `None` if none has arrived, and in a fork child. A page that the ring has read is added
+    /// to its file here, not in [`Queue::wait`], unless the queue also waits for another request or for a store. So the
+    /// caller can request another page after each added page, and the device has work early. Until then another thread
+    /// that needs the page reads it again.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
         while self.completed.is_empty() && self.complete_next() {}
@@ -413,7 +408,8 @@ impl Queue {
         self.ring.completed_buffers().skip(known).for_each(Unpublished::prefetch_publication);
         // A pending page may wait for one of these reads. With events that were not taken, the ring would not wait for
         // the reads of stores.
-        let must_complete = !self.pending.is_empty() || self.completions.as_ref().is_some_and(|reads| reads.in_flight > 0);
+        let must_complete =
+            !self.pending.is_empty() || self.completions.as_ref().is_some_and(|reads| reads.in_flight > 0);
         while must_complete && self.complete_next() {}
         if let Some(completions) = &mut self.completions {
             completions.take().into_iter().for_each(|(folio, result)| self.complete(folio, result));
@@ -467,8 +463,8 @@ mod tests {
     use pagemill_core::units::{BLOCK_BYTES, PageSize};
     use pagemill_xarray::OneForest;
 
-    /// A page that was read before a truncation is read again. This read is submitted at once, because an event loop
-    /// may now wait only for the descriptor.
+    /// A page that was read before a truncation is read again. The `wait` that requests the page again also submits the
+    /// read, because an event loop may then wait only for the descriptor.
     #[test]
     fn a_repeated_read_is_submitted_at_once() {
         let account = Account::make(UNLIMITED).unwrap();

@@ -110,7 +110,7 @@ pub fn block_on<F: std::future::Future>(future: F) -> F::Output {
             return done;
         }
         let rest = WAIT_LIMIT.saturating_sub(began.elapsed());
-        assert!(!rest.is_zero(), "the task is not woken");
+        assert!(!rest.is_zero(), "the task was not woken in time");
         std::thread::park_timeout(rest);
     }
 }
@@ -125,7 +125,7 @@ impl Driver {
         matches!(self, Queue | Future | Readahead)
     }
 
-    /// Returns the number of transfers or calls that the store has at a time if it keeps all.
+    /// Returns the number of transfers or calls that the store holds at once if it completes none.
     pub fn kept_calls(self) -> usize {
         match self {
             Queue => PAGES,
@@ -134,7 +134,7 @@ impl Driver {
         }
     }
 
-    /// Brings pages into memory that this driver needs there before its call.
+    /// Reads the pages that must be in memory before this driver's call.
     pub fn prepare(self, scene: &Scene) {
         if self == Readahead {
             scene.file().read_at(&mut [0], PAGE as u64).unwrap();
@@ -197,9 +197,10 @@ impl Scene {
     }
 }
 
-/// Asserts that each byte is that of the store, or of the file after another thread has truncated, zeroed or replaced it.
+/// Asserts that each byte is that of the store, or of the file after another thread has truncated, zeroed or replaced
+/// it.
 fn assert_right(bytes: &[u8]) {
-    assert!(!bytes.is_empty(), "the call has no bytes");
+    assert!(!bytes.is_empty(), "the read returned no bytes");
     let wrong = bytes.iter().zip(pattern(1)).position(|(found, stored)| ![stored, 0, REPLACED].contains(found));
     assert_eq!(wrong, None, "first wrong byte");
 }

@@ -8,20 +8,21 @@
 //!   reads       faults of Submit, Complete and Publish
 //!   writes      the same for writes of whole pages, which read nothing
 //!   wakers      panics of the program's code in the middle of other calls
-//!   writeback   the same for dirty folios, for each call that writes them back
+//!   writeback   faults of Submit and Complete when dirty folios are written back
 //! ```
 //!
 //! | step | cancelled | failed | delayed | panicked |
 //! |---|---|---|---|---|
-//! | Reserve | `reads_wait_for_other_requests` | `reads_fail_without_memory`, `reads_fail_when_dirty_pages..` | as both | `panics_of_the_policy..`, `reads_fail_when_dirty_pages..` |
+//! | Reserve | `reads_wait_for_other_requests` | `reads_fail_without_memory`, `reads_fail_when_dirty_pages..` | the tests of *cancelled* and *failed* | `panics_of_the_policy..`, `reads_fail_when_dirty_pages..` |
 //! | Submit | `reads_fail_when_they_are_submitted` | as cancelled | `reads_complete_late..`: `StartBlocks` | as cancelled |
 //! | Complete | `reads_complete_late..`: `Closed`, `Abandoned` | `reads_complete_late..` | `reads_complete_late..`: all events | `reads_complete_late..` |
-//! | Publish | `reads_complete_late..`: `Overtaken`, `Replaced`, `Closed`; `a_closed_file_gets_no_pages` | `reads_fail_when_the_index..` | `reads_complete_late..`: `Truncated`, `Zeroed` | runs no code of the program |
+//! | Publish | `reads_complete_late..`: `Overtaken`, `Replaced`, `Closed`; `a_closed_file_gets_no_pages` | `reads_fail_when_the_index..` | `reads_complete_late..`: `Truncated`, `Zeroed` | cannot panic: runs no code of the program |
 //!
-//! Each test runs its faults for each driver (`DRIVERS`), or gives the reason why one cannot happen (`why_impossible`).
+//! The tests in `reads` and `reserve` run their faults for each driver (`DRIVERS`) where possible; `why_impossible` has
+//! the reasons for the exceptions.
 //!
-//! The tests have no background threads. The order of events never depends on time: a fault happens when the store has
-//! the transfers.
+//! The cache starts no background threads here. For a fault during transfers, a test waits until the store has them. So
+//! the outcome does not depend on time, except in the tests of timeouts.
 
 mod driver;
 mod reads;
@@ -41,7 +42,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
-        assert!(began.elapsed() < WAIT_LIMIT, "{what} does not come");
+        assert!(began.elapsed() < WAIT_LIMIT, "{what} did not happen within 60 s");
         std::thread::sleep(Duration::from_micros(100));
     }
 }

@@ -57,7 +57,7 @@ fn why_impossible(driver: Driver, event: Event) -> Option<&'static str> {
     }
 }
 
-/// Returns the outcome of a call whose reads end so after an event.
+/// Returns the outcome of a call whose reads end with `end` after the event.
 ///
 /// | driver | failed, short | cancelled | the store panics |
 /// |---|---|---|---|
@@ -133,7 +133,8 @@ fn complete_after_event(caches: &TestCaches, shape: Shape, driver: Driver, event
                     }
                     _ => {}
                 });
-                // These wait for the read, except that each call may cancel the read of a queue.
+                // Zeroing, reading and replacing wait for the read in flight. Only a queue's read is cancelled instead.
+                // A truncation waits only for a partial write.
                 let waits = match event {
                     Truncated => driver == PartialWrite,
                     Zeroed | Overtaken | Replaced => !matches!(driver, Queue | BlockingQueue),
@@ -146,7 +147,7 @@ fn complete_after_event(caches: &TestCaches, shape: Shape, driver: Driver, event
             }
         }
         scope.spawn(|| store.release(end)).join().unwrap();
-        // A call without orders does not take it.
+        // The order is not received if the call follows no orders.
         let _ = order.send(Order::Finish);
         if let Some(act) = disturbing {
             act.join().expect(&row);
@@ -193,8 +194,8 @@ fn reads_of_huge_folios_complete_late_in_each_way() {
     complete_in_each_way(Shape::Huge);
 }
 
-/// *Submit*: the reads end during the call that starts them. All fail, or only those after the first. A read of the same
-/// batch that has succeeded is not lost.
+/// *Submit*: the reads end during the call that starts them. All fail, or only those after the first. A read of the
+/// same batch that has succeeded is not lost.
 #[test]
 fn reads_fail_when_they_are_submitted() {
     let caches = TestCaches::new();
@@ -226,7 +227,7 @@ fn reads_fail_when_they_are_submitted() {
 }
 
 /// A queue is dropped after one of its reads has completed, and while the store has the other. The completed page is
-/// freed at once, the other one when the store has done with it.
+/// freed at once, the other one when the store has finished with it.
 #[test]
 fn a_dropped_queue_frees_completed_reads() {
     let caches = TestCaches::new();
@@ -247,8 +248,8 @@ fn a_dropped_queue_frees_completed_reads() {
     }
 }
 
-/// *Publish*: a request is reserved after the file was closed and its pages were removed, as a queue's thread may do. Its
-/// pages must not enter the index, because another file may get the id.
+/// *Publish*: a request is reserved after the file was closed and its pages were removed, as a queue's thread may do.
+/// Its pages must not enter the index, because another file may get the id.
 #[test]
 fn a_closed_file_gets_no_pages() {
     let caches = TestCaches::new();

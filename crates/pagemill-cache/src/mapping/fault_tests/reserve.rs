@@ -18,8 +18,9 @@ fn run(driver: Driver, scene: &mut Scene) -> Outcome {
     outcome
 }
 
-/// All memory is pinned, or all but two of the four pages. A call fails only if no page is left, except that a queue
-/// needs the pages of all its reads at a time. Readahead reports nothing.
+/// All memory is pinned, or all but two pages; the calls need four, a partial write one. A call fails only if no page
+/// is free. But a queue of an asynchronous store fails with two as well, because it needs the memory of all its reads
+/// at once. Readahead reports nothing.
 #[test]
 fn reads_fail_without_memory() {
     let caches = TestCaches::new();

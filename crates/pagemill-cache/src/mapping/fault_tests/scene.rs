@@ -60,7 +60,7 @@ impl Policy for PanickingPolicy {
     }
 }
 
-/// Returns the bytes of a file: all bytes of a page are equal, and each page has another byte.
+/// Returns the bytes of a file: all bytes of a page are equal, and each page has a different byte.
 pub fn pattern(seed: u8) -> Vec<u8> {
     (0..FILE_PAGES * PAGE).map(|at| (at / PAGE) as u8 * 3 + seed).collect()
 }
@@ -80,8 +80,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Creates a scene of contiguous small folios. `timeout` is that of reads and of writeback. A call to write back
-    /// finds all dirty pages due.
+    /// Creates a scene of contiguous small folios. `timeout` applies to reads and writeback. Dirty pages are due at
+    /// once.
     pub fn new(caches: &TestCaches, is_asynchronous: bool, timeout: Duration) -> Self {
         Self::with_shape(caches, is_asynchronous, timeout, Shape::Contiguous)
     }
@@ -103,7 +103,11 @@ impl Scene {
         let other = cache.open(Arc::new(MemoryStore::new(pattern(101), PAGE))).unwrap();
         let mut scene = Self { cache, store, file, other, fragments: None, policy_panics, expected: pattern(1) };
         scene.check_other();
-        assert_eq!(scene.cache.0.huge_bytes.load(Relaxed) > 0, shape == Shape::Huge, "folios of the other file");
+        assert_eq!(
+            scene.cache.0.huge_bytes.load(Relaxed) > 0,
+            shape == Shape::Huge,
+            "the other file has huge folios only in the huge shape"
+        );
         if shape == Shape::Scattered {
             scene.fragment();
         }

@@ -74,12 +74,12 @@ impl ScriptedStore {
         (state.first_calls, state.plan) = (first_calls, plan);
     }
 
-    /// Ends all later calls so, except that the first `first_calls` succeed.
+    /// Makes all later calls end with `end`, after `first_calls` successes.
     pub fn end_calls(&self, first_calls: usize, end: End) {
         self.set_plan(first_calls, Plan::End(end));
     }
 
-    /// Ends all later calls of `set_size` and `sync` so.
+    /// Makes all later calls of `set_size` and of `sync` end with these ends.
     pub fn end_other_calls(&self, set_size_end: End, sync_end: End) {
         let mut state = self.state();
         (state.set_size_end, state.sync_end) = (set_size_end, sync_end);
@@ -108,8 +108,8 @@ impl ScriptedStore {
         self.end_other_calls(End::Done, End::Done);
     }
 
-    /// Ends the kept transfers and waiting calls so, each kept transfer on the calling thread, as a thread of the store
-    /// would. Later calls succeed.
+    /// Ends the kept transfers and waiting calls with `end`, each kept transfer on the calling thread, as a thread of
+    /// the store would. Later calls succeed.
     pub fn release(&self, end: End) {
         self.succeed();
         let kept = {

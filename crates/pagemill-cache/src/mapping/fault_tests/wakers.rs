@@ -54,7 +54,7 @@ fn a_waker_that_panics_stops_no_other_task() {
             completing.join().expect(&row);
             waiting.join().unwrap().expect(&row);
             let calls = wakers.each_ref().map(|waker| waker.calls.load(SeqCst));
-            assert_eq!(calls, [1; 3], "{row}: calls of the wakers");
+            assert_eq!(calls, [1; 3], "{row}: each waker is called once");
             for mut task in tasks {
                 let polled = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
                 assert!(matches!(polled, Poll::Ready(Ok(_))), "{row}");
@@ -85,7 +85,7 @@ fn a_waker_of_a_store_that_panics_stops_no_drop() {
         drop(queue);
         drop(scene.file.take());
         let calls = wakers.each_ref().map(|waker| waker.calls.load(SeqCst));
-        assert_eq!(calls, [1; 3], "{row}: calls of the wakers");
+        assert_eq!(calls, [1; 3], "{row}: each waker is called once");
         scene.store.release(End::Cancelled);
         scene.check_unharmed(&row);
     }

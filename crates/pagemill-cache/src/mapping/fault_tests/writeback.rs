@@ -39,7 +39,7 @@ enum Event {
     Nothing,
     /// The file is truncated to [`TRUNCATED_BYTES`], before the second run, and extended again.
     Truncated,
-    /// The last handle of the file is dropped. Its timeout passes, too.
+    /// The last handle of the file is dropped, and the drop waits until the timeout of writeback.
     Closed,
     TimedOut,
 }
@@ -56,7 +56,9 @@ fn why_impossible(trigger: Trigger, event: Event) -> Option<&'static str> {
     match (trigger, event) {
         (Sync | WriteBack, Closed) => Some("the call borrows the handle"),
         (Close, Closed | Truncated) => Some("there is no handle left"),
-        (Background, TimedOut) => Some("a slice has a time limit of its own, of a second; `Closed` exceeds it"),
+        (Background, TimedOut) => {
+            Some("background writeback has a fixed limit of one second, which the test cannot shorten")
+        }
         _ => None,
     }
 }
@@ -95,7 +97,7 @@ fn run(trigger: Trigger, cache: &PageCache, file: Option<Arc<Mapping>>) -> Outco
     }
 }
 
-/// Returns the outcome of a call if a write ends so, in its thread or in one of the store.
+/// Returns the outcome of a call if a write ends with `end`, in the caller's thread or in one of the store.
 fn outcome_of(trigger: Trigger, end: End, is_in_callers_thread: bool) -> Outcome {
     match (trigger, end) {
         (Background | Close, _) | (_, End::Done) => Outcome::Right,
@@ -108,7 +110,8 @@ fn outcome_of(trigger: Trigger, end: End, is_in_callers_thread: bool) -> Outcome
 /// Restores the bytes that the store did not take before its file was closed: all transfers but the first `done` ended
 /// with `end`.
 fn note_lost(scene: &mut Scene, before: &[u8], done: usize, end: End) {
-    // With blocking calls, a run is written as soon as the next one begins, so that one has one page.
+    // A store with blocking calls gets the pending runs as soon as the second run has its first page. So the two pages
+    // of the second run are written by two calls.
     let transfers = if scene.store.is_asynchronous() { RUNS.to_vec() } else { vec![0..2, 4..5, 5..6] };
     for transfer in transfers.into_iter().skip(done) {
         let len = transfer.len() * PAGE;

@@ -59,8 +59,8 @@ fn writes_fail_without_memory() {
     check(scene, outcome, Outcome::Error(ENOMEM), "the index has no memory");
 }
 
-/// A read of some of the pages is in flight, and ends in each way. The write waits for it, until its timeout at most. Old
-/// bytes must not replace the written ones. A queue's read is cancelled instead.
+/// A read of some of the pages is in flight, and ends in each way. The write waits for it, until its timeout at most.
+/// Old bytes must not replace the written ones. A queue's read is cancelled instead.
 #[test]
 fn writes_wait_for_reads() {
     let caches = TestCaches::new();

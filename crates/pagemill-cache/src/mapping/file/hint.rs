@@ -27,7 +27,7 @@ use pagemill_core::error::Result;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FolioHint {
     /// For a folio of 2^`order` pages that begins at page `number` of the cache's memory: `2 * number + 2^order`. The
-    /// number is a multiple of 2^`order`, so the lowest 1 bit gives the order.
+    /// number is a multiple of 2^`order`, so the lowest set bit gives the order.
     bits: u32,
 }
 

@@ -5,7 +5,7 @@ use super::*;
 /// Number of steps of the helper.
 const HELPER_STEPS: usize = 4;
 
-/// Two threads write new files, the helper provides chunks ahead, and a fourth thread returns free chunks. The files
+/// Two threads write new files, the helper provides chunks early, and a fourth thread returns free chunks. The files
 /// must keep their bytes. At the end no chunk may be in transit, and after the last return none may have memory.
 #[test]
 fn chunks_ahead_during_growth_and_returns() {
