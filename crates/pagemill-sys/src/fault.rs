@@ -1,7 +1,7 @@
 //! Handles faults in memory of the program, before the program's own `SIGSEGV` handler runs.
 //!
-//! [`install`] replaces the program's `SIGSEGV` handler by that of this module, and stores the program's handler. A
-//! [`Judge`] decides about each fault. A fault that is the program's own is passed to the program's handler, with the
+//! [`install`] replaces the program's `SIGSEGV` handler by that of this module, and stores the program's handler. The
+//! [`Judge`]s decide about each fault, in the order of their installation. A fault that is the program's own is passed to the program's handler, with the
 //! mask and flags that the program set. The jump to the program's handler leaves no stack frame of this module's
 //! handler. For a fault on a purged page, this thread gets a `SIGBUS` at the faulting instruction, which runs the
 //! program's `SIGBUS` handler or ends the process.
@@ -63,9 +63,10 @@ pub enum Access {
 /// The decision of a [`Judge`] about a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The fault is the program's own. The program's handler is called.
+    /// The judge does not know the address. The next judge decides. After the last one, the fault is the program's own,
+    /// and the program's handler is called.
     Program,
-    /// The fault is on a purged page. The thread gets a `SIGBUS`.
+    /// The page has no contents: it was purged, or lies behind the end of a file. The thread gets a `SIGBUS`.
     Purged,
     /// The access is retried: the page is accessible by now, or the state of the page will be known soon.
     Again,
@@ -75,8 +76,11 @@ pub enum Verdict {
 /// nor lock.
 pub type Judge = fn(&Fault) -> Verdict;
 
-/// Address of the [`Judge`] function that was passed to [`install`]; 0 before that.
-static JUDGE_ADDRESS: AtomicUsize = AtomicUsize::new(0);
+/// Maximum number of judges.
+const MAX_JUDGES: usize = 4;
+
+/// Addresses of the [`Judge`] functions that were passed to [`install`], in that order; the others are 0.
+static JUDGE_ADDRESSES: [AtomicUsize; MAX_JUDGES] = [const { AtomicUsize::new(0) }; MAX_JUDGES];
 /// Id of the process that has installed the handler; 0 before [`install`].
 static INSTALLED_PID: AtomicU32 = AtomicU32::new(0);
 /// The program's `SIGSEGV` action is in `ACTION_SLOTS[ACTION_SEQUENCE % 2]`. A writer fills the other slot, then
@@ -87,21 +91,25 @@ static ACTION_SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }
 /// Lock word: 1 while a thread reads or replaces the `SIGSEGV` action, else 0.
 static ACTION_LOCK: AtomicU32 = AtomicU32::new(0);
 
-/// Installs this module's `SIGSEGV` handler, with `judge` to decide about every fault. Works once per process; later
-/// calls do nothing.
+/// Adds `judge` to the functions that decide about every fault, unless it was added before. The first call installs
+/// this module's `SIGSEGV` handler.
 ///
 /// # Errors
 ///
-/// Errors of `rt_sigaction`.
+/// Errors of `rt_sigaction`. `ENOSPC` if there are too many judges.
 pub fn install(judge: Judge) -> io::Result<()> {
-    if INSTALLED_PID.load(Acquire) != 0 {
+    let is_added = || JUDGE_ADDRESSES.iter().any(|address| address.load(Acquire) == judge as usize);
+    if INSTALLED_PID.load(Acquire) != 0 && is_added() {
         return Ok(());
     }
     under_lock(|| {
+        if !is_added() {
+            let free = JUDGE_ADDRESSES.iter().find(|address| address.load(Relaxed) == 0);
+            free.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))?.store(judge as usize, Release);
+        }
         if INSTALLED_PID.load(Relaxed) != 0 {
             return Ok(());
         }
-        JUDGE_ADDRESS.store(judge as usize, Relaxed);
         let before = rt_sigaction(libc::SIGSEGV, None)?;
         // In a fork child the handler may be installed already, if the fork happened during `install`.
         if before.handler != on_fault as *const () as usize {
@@ -153,7 +161,7 @@ pub fn begin_child() {
 /// The arguments must be those that the kernel passed to a handler with `SA_SIGINFO`. That handler must call this
 /// function directly.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
-    let is_known = JUDGE_ADDRESS.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
+    let is_known = JUDGE_ADDRESSES[0].load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
         return false;
     }
@@ -373,7 +381,7 @@ extern "C" fn choose_handler(_signal: c_int, info: *const libc::siginfo_t, conte
     next
 }
 
-/// Asks the [`Judge`] about a fault, and handles the fault unless it is the program's own. Returns whether the fault
+/// Asks the [`Judge`]s about a fault, and handles the fault unless it is the program's own. Returns whether the fault
 /// was handled.
 ///
 /// # Safety
@@ -389,9 +397,10 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
     // SAFETY: guaranteed by the caller.
     let access = unsafe { access_of(context) };
     let fault = Fault { addr, is_protected: code == SEGV_ACCERR, access };
-    // SAFETY: `install` stored a function of this type before it installed the handler.
-    let judge: Judge = unsafe { std::mem::transmute(JUDGE_ADDRESS.load(Relaxed)) };
-    match judge(&fault) {
+    let addresses = JUDGE_ADDRESSES.iter().map(|address| address.load(Acquire)).take_while(|address| *address != 0);
+    // SAFETY: `install` stored functions of this type.
+    let mut verdicts = addresses.map(|address| unsafe { std::mem::transmute::<usize, Judge>(address) }(&fault));
+    match verdicts.find(|verdict| *verdict != Verdict::Program).unwrap_or(Verdict::Program) {
         Verdict::Program => false,
         // SAFETY: guaranteed by the caller.
         Verdict::Purged => unsafe { queue_sigbus(addr, context) },
@@ -580,6 +589,44 @@ mod tests {
         // SAFETY: no other code uses the range.
         unsafe { crate::mem::close(addr, page).unwrap() };
         assert!(!is_readable(addr) && !is_writable(addr));
+        // SAFETY: no other code uses the range.
+        unsafe { crate::mem::unreserve(addr, 2 * page) };
+    }
+
+    /// Addresses that the judges of [`judges_decide_in_order`] know: the first both, the second only the latter. Their
+    /// pages are opened by the judge that decides.
+    static KNOWN: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+
+    fn judge(fault: &Fault, known: &[AtomicUsize], byte: u8) -> Verdict {
+        let page = crate::mem::os_page_bytes();
+        let addr = fault.addr & !(page - 1);
+        if known.iter().all(|known| known.load(Relaxed) != addr) {
+            return Verdict::Program;
+        }
+        // SAFETY: the test reserved the page, and no other thread accesses it.
+        unsafe { crate::mem::open(addr, page).unwrap() };
+        // SAFETY: the page was opened above.
+        unsafe { (addr as *mut u8).write_volatile(byte) };
+        Verdict::Again
+    }
+
+    /// Of two judges that know an address, the first decides. An address that only the second judge knows is decided by
+    /// that one. Adding a judge again must change nothing.
+    #[test]
+    fn judges_decide_in_order() {
+        let first: Judge = |fault| judge(fault, &KNOWN[..1], 1);
+        let second: Judge = |fault| judge(fault, &KNOWN, 2);
+        let page = crate::mem::os_page_bytes();
+        let addr = crate::mem::reserve(2 * page, page, 0).unwrap();
+        KNOWN[0].store(addr, Relaxed);
+        KNOWN[1].store(addr + page, Relaxed);
+        for judge in [first, second, first] {
+            install(judge).unwrap();
+        }
+        // SAFETY: a judge opens the page.
+        let found = [addr, addr + page].map(|addr| unsafe { (addr as *const u8).read_volatile() });
+        assert_eq!(found, [1, 2]);
+        assert_eq!(JUDGE_ADDRESSES.iter().filter(|address| address.load(Relaxed) != 0).count(), 2);
         // SAFETY: no other code uses the range.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
