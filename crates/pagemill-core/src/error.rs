@@ -162,7 +162,9 @@ impl fmt::Display for Error {
             Self::BadNode { node, nodes } => {
                 write!(f, "there is no memory node {node}: the machine has {nodes}, numbered from 0")
             }
-            Self::PastEnd { offset, size_bytes } => write!(f, "{offset} is past the end of the file, at {size_bytes}"),
+            Self::PastEnd { offset, size_bytes } => {
+                write!(f, "offset {offset} is at or past the end of the file of {size_bytes} bytes")
+            }
             Self::FileTooLarge { size_bytes, most_bytes } => {
                 write!(f, "a file of {size_bytes} bytes is too large: the maximum is {most_bytes}")
             }

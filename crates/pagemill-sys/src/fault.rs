@@ -161,7 +161,8 @@ pub fn begin_child() {
 /// The arguments must be those that the kernel passed to a handler with `SA_SIGINFO`. That handler must call this
 /// function directly.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
-    let is_known = JUDGE_ADDRESSES[0].load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
+    let is_known =
+        JUDGE_ADDRESSES[0].load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
         return false;
     }

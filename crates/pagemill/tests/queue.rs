@@ -221,6 +221,35 @@ fn a_page_can_be_requested_between_two_completions() {
     assert_bytes(&file, &bytes(pages as usize * PAGE_BYTES));
 }
 
+/// A call needs more memory than the cache may have, and fails. Once its pins have ended, reads of other pages, and a
+/// queue that has been drained, must find room at once.
+#[test]
+fn calls_succeed_after_one_that_needed_too_much() {
+    let scratch = TempFile::new("too-much", 4 * MIB);
+    let cache = cache(Box::new(Never), MIB);
+    let file = cache.open(scratch.store()).unwrap();
+    let mut queue = cache.queue(512).unwrap();
+    for _ in 0..3 {
+        assert!(matches!(file.pin_range(0, 2 * MIB), Err(Error::NoMemory { .. })));
+        for page in (0..1024).step_by(7) {
+            file.read_at(&mut [0; 8], page * PAGE_BYTES as u64).unwrap();
+        }
+        let mut started = 0;
+        let error = loop {
+            let offset = (started + 100) * PAGE_BYTES as u64;
+            match queue.fetch(&file, offset, started) {
+                Ok(_) => started += 1,
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::NoMemory { .. }), "{error}");
+        assert!(started >= 256, "{started} pages of a cache of 256 were requested");
+        drain(&mut queue, &mut BTreeSet::new());
+        assert!(queue.fetch(&file, 0, 0).is_ok());
+        drain(&mut queue, &mut BTreeSet::new());
+    }
+}
+
 /// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No truncated bytes may appear,
 /// and no memory may leak.
 #[test]

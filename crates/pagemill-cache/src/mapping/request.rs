@@ -575,6 +575,7 @@ impl File {
                 Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
                 // All folios may be dirty.
                 Err(_) if self.cache.clean_some(self.page_bytes() as u64)? => {}
+                Err(_) if self.cache.evict_at_last(self.page_bytes() as u64) => {}
                 Err(error) => return Err(error),
             }
         }

@@ -97,7 +97,8 @@ impl Builder {
         Self { writeback, ..self }
     }
 
-    /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the
+    /// Sets the time limit of blocking calls that wait for a store. Futures and queues wait without limit; the program
+    /// decides how long it polls them. With `None`, the default, waits have no limit. A call that exceeds the
     /// limit fails ([`Error::Store`](pagemill_core::Error::Store) with `ETIMEDOUT`). The limit covers the call's own
     /// reads and in-flight reads of other threads that the call needs. The read itself continues, and a later call
     /// finds its bytes. For a store with blocking calls only

@@ -37,7 +37,8 @@ pub enum Fetch {
 pub struct Fetched {
     /// The token that [`Queue::fetch`] got.
     pub token: u64,
-    /// Whether the page was read. It can then be read without waiting, until it is evicted.
+    /// Whether the page was read. It can then be read without waiting, until it is evicted. Also `Ok` for a page that a
+    /// truncation has cut off since the request.
     pub result: Result<()>,
 }
 
@@ -76,6 +77,10 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// after each completion: then the device already reads while the caller handles the other completions.
 ///
 /// If another thread needs a requested page at once, that thread reads it, and the queue reports its completion.
+///
+/// Drop a queue, or take its completions, before the last handle of a file that it reads: the drop of a file waits up to
+/// 20 ms for such reads. [`Error::NoMemory`] means that the requested pages fill the cache: take completions, and
+/// request again.
 ///
 /// ```
 /// use pagemill::cache::{Fetch, PageCache};
@@ -193,8 +198,9 @@ impl Queue {
     }
 
     /// Submits the requested reads. Blocks until at least `least` completions can be taken, no request is left, or
-    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer,
-    /// because a page that was truncated meanwhile is read again.
+    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer, even
+    /// none: a page that was truncated or read by another call meanwhile is requested again. So call `wait` again while
+    /// the queue is not empty.
     ///
     /// A panic of the policy or a store unwinds through this call. The page that it concerns gets a completion with an
     /// error.
@@ -232,14 +238,39 @@ impl Queue {
     }
 
     /// Returns the maximum time that an event loop may sleep before it calls [`Queue::wait`], which then checks pages
-    /// that other threads read. `None` if there are no such pages.
+    /// that other threads read: 1 ms. `None` if there are no such pages.
     pub fn due(&self) -> Option<Duration> {
         self.pending.iter().any(|page| page.awaited.is_none()).then_some(CHECK_INTERVAL)
     }
 
     /// Returns a descriptor that is readable when a read of this queue has completed, or when reclaim needs registered
-    /// memory. An event loop waits for it, at most for the time of [`Queue::due`], and then calls [`Queue::wait`] with
-    /// 0.
+    /// memory; sometimes also without a cause. An event loop calls [`Queue::wait`] with 0 before it sleeps, because that
+    /// submits reads. It waits for the descriptor, at most for the time of [`Queue::due`], and calls [`Queue::wait`] with
+    /// 0 again:
+    ///
+    /// ```
+    /// # use pagemill::cache::PageCache;
+    /// # use pagemill::store::MemoryStore;
+    /// use std::time::Duration;
+    ///
+    /// # /// Stands for `poll` of the program's event loop.
+    /// # fn poll(_: std::os::fd::BorrowedFd<'_>, _: Option<Duration>) {}
+    /// # let cache = PageCache::builder("doc").limit(8 << 20).build()?;
+    /// # let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![1; 1 << 20], 512)))?;
+    /// # let mut queue = cache.queue(8)?;
+    /// for page in 0..8 {
+    ///     queue.fetch(&file, page * 4096, page)?;
+    /// }
+    /// while !queue.is_empty() {
+    ///     queue.wait(0, Duration::ZERO)?; // submits, and collects what has arrived
+    ///     while let Some(fetched) = queue.next() {
+    ///         fetched.result?; // the program uses the page, and requests another
+    ///     }
+    ///     let due = queue.due();
+    ///     poll(queue.watch()?, due);
+    /// }
+    /// # Ok::<(), pagemill::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -258,7 +289,7 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion; `None` if none has arrived, and in a fork child. A page that the ring has read is added
+    /// Takes the next completion that [`Queue::wait`] has collected; `None` if there is none, and in a fork child. A page that the ring has read is added
     /// to its file here, not in [`Queue::wait`], unless the queue also waits for another request or for a store. So the
     /// caller can request another page after each added page, and the device has work early. Until then another thread
     /// that needs the page reads it again.

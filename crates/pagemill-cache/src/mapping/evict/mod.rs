@@ -9,13 +9,18 @@ use crate::mapping::cache::Inner;
 use crate::mapping::evict::order::{Candidate, FolioState, Folios, GhostKey, MAX_BATCH};
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
+use pagemill_core::sync::{Backoff, Relaxed};
+use pagemill_sys::clock::fine_ns;
 use pagemill_sys::mem;
 use pagemill_xarray::{Forest, Writer};
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Delay before the next eviction scan after a scan that found nothing to evict. A writeback ends the delay.
-const EVICT_RETRY_NS: u64 = 100_000_000;
+/// After scans that found nothing to evict, the next scan is delayed by this number of times their duration. So useless
+/// scans take a small part of a CPU, and a small cache is scanned again soon. A writeback ends the delay.
+const EVICT_RETRY_FACTOR: u64 = 10;
+
+/// Maximum delay of an eviction scan in nanoseconds.
+const MAX_EVICT_RETRY_NS: u64 = 100_000_000;
 
 /// A batch of an eviction has at most `1 / BATCH_DIVISOR` of the cache, unless the caller needs more.
 const BATCH_DIVISOR: u64 = 256;
@@ -65,7 +70,8 @@ impl Inner {
     /// Evicts clean folios until `want_bytes` are freed. Evicts a batch of small folios even if one is enough, because
     /// the next calls then find free pages. Returns whether `want_bytes` were freed.
     pub(crate) fn evict_some(&self, want_bytes: u64) -> bool {
-        if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
+        let began_ns = fine_ns();
+        if self.stored_files.load(Relaxed) == 0 || began_ns < self.evict_after_ns.load(Relaxed) {
             return false;
         }
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
@@ -85,7 +91,9 @@ impl Inner {
             backoff.get_or_insert_with(Backoff::new).pause();
         }
         if self.ahead_bytes.load(SeqCst) == 0 {
-            self.evict_after_ns.store(coarse_ns() + EVICT_RETRY_NS, SeqCst);
+            let now_ns = fine_ns();
+            let delay_ns = (EVICT_RETRY_FACTOR * (now_ns - began_ns)).min(MAX_EVICT_RETRY_NS);
+            self.evict_after_ns.store(now_ns + delay_ns, SeqCst);
             // Folios that became clean during the scan must not wait. Their writeback may have reset the delay before
             // the delay was set above.
             if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
@@ -95,9 +103,15 @@ impl Inner {
         false
     }
 
+    /// As [`Inner::evict_some`], but scans once, also during the delay after a useless scan: folios may have been unpinned
+    /// since then. For a call that fails otherwise.
+    pub(crate) fn evict_at_last(&self, want_bytes: u64) -> bool {
+        self.stored_files.load(Relaxed) > 0 && self.evict_scan(want_bytes) >= want_bytes
+    }
+
     /// As [`Inner::evict_some`], for background work: scans once, and does not delay later scans.
     pub(crate) fn evict_in_background(&self, want_bytes: u64) -> bool {
-        let may_scan = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
+        let may_scan = self.stored_files.load(Relaxed) > 0 && fine_ns() >= self.evict_after_ns.load(Relaxed);
         may_scan && self.evict_scan(want_bytes) >= want_bytes
     }
 

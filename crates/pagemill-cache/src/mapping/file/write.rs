@@ -157,7 +157,8 @@ impl File {
         let end = if self.store.is_some() { self.index_of(end) } else { self.index_of(end - 1) + 1 };
         let end = end.min(self.span_of(index).end).min(index + MAX_BATCH_PAGES as u64);
         let next = self.folios(index + 1..end).next();
-        (next.map_or(end, |found| found.first) - index).max(1) as usize
+        // Another thread may have created a huge folio that covers the page.
+        next.map_or(end, |found| found.first).saturating_sub(index).max(1) as usize
     }
 
     /// Extends the sequential run of writes by a write in place, if the write continues it.
