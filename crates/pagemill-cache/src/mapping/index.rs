@@ -33,8 +33,8 @@ impl File {
         }
     }
 
-    /// Pins the folio that begins at page `number` of the pool, if it has the byte at `offset` of this file. Number and
-    /// order may be wrong; the order is used only to prefetch the byte.
+    /// Pins the folio of 2^`order` pages that begins at page `number` of the pool, if there is such a folio and it has the
+    /// byte at `offset` of this file.
     ///
     /// Inlined with the creation of the guard, so that the guard stays in registers. A guard that is stored, and loaded
     /// by an instruction of another width, would stop the processor until all earlier instructions have completed. Then
@@ -44,10 +44,10 @@ impl File {
         let frame: &'static Frame = self.pool.frame_if_any(number)?;
         self.prefetch(number as u32, order, offset);
         let index = self.index_of(offset);
-        let order = frame.word.pin().ok()?.order();
-        let place = Place { number: number as u32, first: index >> order << order, order };
+        let pinned_order = frame.word.pin().ok()?.order();
+        let place = Place { number: number as u32, first: index >> pinned_order << pinned_order, order: pinned_order };
         // A pinned folio keeps its owner.
-        if self.has_page_in(frame, index, order) {
+        if self.has_page_in(frame, index, pinned_order) && u32::from(pinned_order) == order {
             self.note_use(frame, offset, 1);
             return Some((place, frame));
         }

@@ -117,8 +117,11 @@ impl File {
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
         let Some(frame) = self.pool.frame_if_any(hint.number().into()) else { return false };
         let seen = frame.word.load();
-        // Only live folios: a frozen one may have left the file's index already.
-        seen.is_live() && self.try_read_folio(hint.number(), frame, seen, to, offset)
+        // Only live folios: a frozen one may have left the file's index already. A hint with the order of an earlier
+        // folio is corrected.
+        seen.is_live()
+            && u32::from(seen.order()) == hint.order()
+            && self.try_read_folio(hint.number(), frame, seen, to, offset)
     }
 }
 
