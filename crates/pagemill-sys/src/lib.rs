@@ -11,6 +11,7 @@
 //! | [`maps`] | mappings of this process |
 //! | [`fault`] | signal handlers for faults in the program's own memory |
 //! | [`hugetlb`] | huge pages that the administrator has reserved |
+//! | [`memory_file`], [`private_tmpfs`] | memory that several mappings share; a tmpfs for it |
 //! | [`moves`] | moving pages between addresses (userfaultfd) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
@@ -37,11 +38,13 @@ pub mod futex;
 pub mod hugetlb;
 pub mod maps;
 pub mod mem;
+pub mod memory_file;
 pub mod moves;
 pub mod namespace;
 pub mod numa;
 pub mod open_permission;
 pub mod pages;
+pub mod private_tmpfs;
 pub mod probe;
 pub mod process;
 mod result;

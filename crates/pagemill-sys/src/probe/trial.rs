@@ -2,10 +2,11 @@
 #![allow(unsafe_code)] // system calls
 
 use crate::disk::{self, Alignment, Disk, Options};
+use crate::memory_file::{FileSystem, MemoryFile};
 use crate::result::{check_result, take_descriptor};
 use crate::userfault::Userfault;
 use crate::{fault, mem, moves};
-use rustix::fs::{Access, AtFlags, CWD, MemfdFlags, accessat, ftruncate, memfd_create};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
@@ -49,12 +50,14 @@ impl Scratch {
 
     /// Maps one block of a memory file (memfd) that has no pages yet.
     pub fn shared() -> io::Result<Self> {
+        Self::of_file(&MemoryFile::create_in(FileSystem::Memfd, BLOCK_BYTES)?)
+    }
+
+    /// Maps the first block of a memory file.
+    pub fn of_file(file: &MemoryFile) -> io::Result<Self> {
         let scratch = Self::new(1)?;
-        let fd = memfd_create(c"pagemill-doctor", MemfdFlags::CLOEXEC)?;
-        ftruncate(&fd, BLOCK_BYTES as u64)?;
-        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
         // SAFETY: the mapping replaces memory of `scratch` that no code has accessed yet.
-        unsafe { mmap(scratch.addr as *mut c_void, BLOCK_BYTES, access, flags, fd, 0) }?;
+        unsafe { file.map(0, BLOCK_BYTES, scratch.addr) }?;
         Ok(scratch)
     }
 
