@@ -10,13 +10,47 @@ use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
-use pagemill_sys::{mem, moves};
+use pagemill_sys::{mem, memory_file, moves};
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Maximum number of blocks that one system call discards or moves. It bounds the time for which a call may block other
 /// threads.
 const MAX_BATCH_BLOCKS: usize = 32;
+
+/// The kind of mapping that backs blocks of the pool zone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Memory {
+    /// Private anonymous memory.
+    Private,
+    /// A mapping of a memory file (`shared`).
+    Shared,
+}
+
+impl Memory {
+    /// Allocates pages of a block: all of them, or only the first one if the block is private and gets no huge page.
+    fn populate_huge(self, addr: usize) -> io::Result<mem::Backing> {
+        match self {
+            Self::Private => mem::populate_huge(addr, BLOCK_BYTES),
+            Self::Shared => memory_file::populate_huge(addr, BLOCK_BYTES),
+        }
+    }
+
+    /// Frees the pages of a range.
+    ///
+    /// # Safety
+    ///
+    /// No code may need the contents or have a reference to them, in any mapping.
+    unsafe fn discard(self, addr: usize, len_bytes: usize) -> io::Result<()> {
+        match self {
+            // SAFETY: guaranteed by the caller.
+            Self::Private => unsafe { mem::discard(addr, len_bytes) },
+            // SAFETY: guaranteed by the caller.
+            Self::Shared => unsafe { memory_file::punch(addr, len_bytes) },
+        }
+    }
+}
 
 /// Makes reserved addresses readable and writable.
 pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
@@ -50,7 +84,7 @@ impl Arena {
         }
         let mut locked = self.state_word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
-            locked.state = self.populate_huge(block);
+            locked.state = self.populate_huge(block, Memory::Private);
             if locked.state.backing == Backing::Huge {
                 Self::update_gauge(Counter::Heap, 0, locked.state.charged_pages);
                 return Ok(());
@@ -77,7 +111,7 @@ impl Arena {
     pub unsafe fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         // SAFETY: guaranteed by the caller.
-        unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted) }
+        unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted, Memory::Private) }
     }
 
     /// As [`Arena::populate_blocks`], for blocks that will be needed soon. Never reclaims. Returns false, with the
@@ -87,29 +121,52 @@ impl Arena {
     ///
     /// As [`Arena::populate_blocks`].
     pub unsafe fn populate_blocks_ahead(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> bool {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.populate_ahead(first, blocks, is_huge_wanted, Memory::Private) }
+    }
+
+    /// As [`Arena::populate_blocks_ahead`], for blocks of the kind `memory`.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::populate_blocks`]. The blocks are of the kind `memory`.
+    pub(super) unsafe fn populate_ahead(
+        &self,
+        first: usize,
+        blocks: usize,
+        is_huge_wanted: bool,
+        memory: Memory,
+    ) -> bool {
         let is_in = self.budget.admit_without_reclaim((blocks * BLOCK_BYTES) as u64)
             // SAFETY: guaranteed by the caller.
-            && unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted) }.is_ok();
+            && unsafe { self.populate_charged_blocks(first, blocks, is_huge_wanted, memory) }.is_ok();
         if is_in {
             stats::add(Counter::BlocksPrefaulted, blocks as u64);
         }
         is_in
     }
 
-    /// As [`Arena::populate_blocks`], for blocks that are charged already. After an error the charge has ended.
+    /// As [`Arena::populate_blocks`], for blocks of the kind `memory` that are charged already. After an error the
+    /// charge has ended.
     ///
     /// # Safety
     ///
-    /// As [`Arena::populate_blocks`].
-    unsafe fn populate_charged_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+    /// As [`Arena::populate_blocks`]. The blocks are of the kind `memory`.
+    pub(super) unsafe fn populate_charged_blocks(
+        &self,
+        first: usize,
+        blocks: usize,
+        is_huge_wanted: bool,
+        memory: Memory,
+    ) -> Result<usize> {
         debug_assert!(self.pool.contains(self.block_addr(first)));
         let mut huge = 0;
         for block in first..first + blocks {
-            match self.populate_charged_block(block, is_huge_wanted && self.use_huge) {
+            match self.populate_charged_block(block, is_huge_wanted && self.use_huge, memory) {
                 Ok(is_huge) => huge += usize::from(is_huge),
                 Err(error) => {
                     // SAFETY: the caller owns these blocks, and no data has been stored in them yet.
-                    unsafe { self.discard(first, block - first) };
+                    unsafe { self.discard_of(first, block - first, memory) };
                     self.budget.discharge(((first + blocks - block) * BLOCK_BYTES) as u64);
                     return Err(error);
                 }
@@ -120,29 +177,41 @@ impl Arena {
 
     /// Makes all pages of an empty block resident. The block must be charged already. Returns whether the block got a
     /// huge page.
-    fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
+    fn populate_charged_block(&self, block: usize, is_huge_wanted: bool, memory: Memory) -> Result<bool> {
         let mut locked = self.state_word(block).lock(&self.generation);
         debug_assert!(locked.state.backing == Backing::Empty, "the caller owns the block, which has no memory");
         let addr = self.block_addr(block);
-        let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
-        if state.backing != Backing::Huge {
-            let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
-            if let Err(error) = populated {
-                // SAFETY: the caller owns this block, and no data has been stored in it yet.
-                let _ = unsafe { mem::discard(addr, BLOCK_BYTES) };
-                return Err(error);
-            }
+        let state = if is_huge_wanted { self.populate_huge(block, memory) } else { BlockState::OVERCOMMITTED };
+        if state.backing != Backing::Huge
+            && let Err(cause) = mem::populate(addr, BLOCK_BYTES)
+        {
+            // SAFETY: the caller owns this block, and no data has been stored in it yet.
+            let _ = unsafe { memory.discard(addr, BLOCK_BYTES) };
+            return Err(self.populate_error(cause, memory));
         }
         locked.state = BlockState { charged_pages: os_pages_per_block() as u32, ..state };
         Self::update_gauge(self.gauge_of_block(block), 0, locked.state.charged_pages);
         Ok(state.backing == Backing::Huge)
     }
 
+    /// Returns the error for a block that the kernel did not populate.
+    fn populate_error(&self, cause: io::Error, memory: Memory) -> Error {
+        match memory {
+            Memory::Private => Error::System { doing: "bringing in pages", cause },
+            // The file system is full, or the machine has no memory. The kernel reports both in several ways.
+            Memory::Shared => {
+                let (used_bytes, room_bytes) = self.budget.room();
+                let limit_bytes = used_bytes.saturating_add(room_bytes);
+                Error::NoMemory { wanted_bytes: BLOCK_BYTES as u64, used_bytes, limit_bytes }
+            }
+        }
+    }
+
     /// Populates an empty block with a huge page, and returns the new state of the block. If no huge page is available,
     /// returns the state of an overcommitted block, for which the kernel provides small pages on touch.
-    pub(super) fn populate_huge(&self, block: usize) -> BlockState {
+    pub(super) fn populate_huge(&self, block: usize, memory: Memory) -> BlockState {
         let resident = self.budget.room().0;
-        let (state, counter, event) = match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
+        let (state, counter, event) = match memory.populate_huge(self.block_addr(block)) {
             Ok(mem::Backing::Huge) => (BlockState::huge(), Counter::BlocksHuge, Event::BlockHuge),
             Ok(mem::Backing::Small) | Err(_) => {
                 (BlockState::OVERCOMMITTED, Counter::BlocksFallback, Event::BlockFallback)
@@ -266,18 +335,28 @@ impl Arena {
     ///
     /// The caller owns every byte of these blocks and does not need their contents.
     pub unsafe fn discard(&self, first: usize, blocks: usize) -> u64 {
-        let end = first + blocks;
-        let batches = (first..end).step_by(MAX_BATCH_BLOCKS);
-        // SAFETY: guaranteed by the caller for all blocks.
-        batches.map(|at| unsafe { self.discard_batch(at, MAX_BATCH_BLOCKS.min(end - at)) }).sum()
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.discard_of(first, blocks, Memory::Private) }
     }
 
-    /// As [`Arena::discard`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
+    /// As [`Arena::discard`], for blocks of the kind `memory`.
     ///
     /// # Safety
     ///
-    /// As [`Arena::discard`].
-    unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
+    /// As [`Arena::discard`]. The blocks are of the kind `memory`.
+    pub(super) unsafe fn discard_of(&self, first: usize, blocks: usize, memory: Memory) -> u64 {
+        let end = first + blocks;
+        let batches = (first..end).step_by(MAX_BATCH_BLOCKS);
+        // SAFETY: guaranteed by the caller for all blocks.
+        batches.map(|at| unsafe { self.discard_batch(at, MAX_BATCH_BLOCKS.min(end - at), memory) }).sum()
+    }
+
+    /// As [`Arena::discard_of`], for at most [`MAX_BATCH_BLOCKS`] blocks, with one system call.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::discard_of`].
+    unsafe fn discard_batch(&self, first: usize, blocks: usize, memory: Memory) -> u64 {
         debug_assert!(blocks > 0 && blocks <= MAX_BATCH_BLOCKS);
         debug_assert!(!self.small.contains(self.block_addr(first)), "extents have maps, too");
         let mut range = first..first + blocks;
@@ -287,7 +366,7 @@ impl Arena {
         // Measure first: the charge, which is returned as the bytes freed, must equal the kernel's count.
         self.reconcile(first, blocks);
         // SAFETY: the caller owns these bytes, and no reference to them exists.
-        if unsafe { mem::discard(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
+        if unsafe { memory.discard(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
             return 0;
         }

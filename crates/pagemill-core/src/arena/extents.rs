@@ -5,6 +5,7 @@
 //! *stale*, and the next commit zeroes it. So returning a whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
+use super::backing::Memory;
 use super::block::{Backing, BlockState, LockedBlock};
 use super::{Arena, Context, ExpectedUse};
 use crate::error::Result;
@@ -202,7 +203,7 @@ impl Arena {
         );
         let before = locked.state.charged_pages;
         if take_huge {
-            locked.state = self.populate_huge(part.block);
+            locked.state = self.populate_huge(part.block, Memory::Private);
             if locked.state.backing != Backing::Huge {
                 locked.state = BlockState { backing: Backing::Small, ..BlockState::EMPTY };
                 // The kernel must not add huge pages on its own, because they would not be charged.

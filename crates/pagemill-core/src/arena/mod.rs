@@ -25,6 +25,7 @@ pub(crate) mod extents;
 mod hugetlb;
 mod metadata;
 pub mod nodes;
+mod shared;
 
 pub use hugetlb::Reserve;
 pub use metadata::{Table, Zeroed, place};
