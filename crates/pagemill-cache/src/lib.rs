@@ -19,14 +19,12 @@ mod nodes;
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod test_process;
 
-#[cfg(all(feature = "hugetlb", not(loom)))]
-pub use mapping::Source;
 #[cfg(not(loom))]
 pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
     Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, FolioHint, Holder, Mapping, PageCache, Pin, Pins,
-    Policy, Queue, Reuse, Usage, Writeback, ask_for_caches,
+    Policy, Queue, Reuse, SharedMemory, Source, Usage, Writeback, ask_for_caches,
 };
 #[cfg(not(loom))]
 pub use nodes::{IndexNodes, NodeCache};

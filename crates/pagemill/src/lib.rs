@@ -99,11 +99,8 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 pub mod cache {
     pub use pagemill_cache::{
         Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint, Mapping,
-        Never, PageCache, Pin, Pins, Policy, Queue, Reuse, Usage, Writeback,
+        Never, PageCache, Pin, Pins, Policy, Queue, Reuse, SharedMemory, Source, Usage, Writeback,
     };
-
-    #[cfg(feature = "hugetlb")]
-    pub use pagemill_cache::Source;
 }
 
 /// Slab caches for many small objects. They move objects together into fewer pages, and return the memory of the

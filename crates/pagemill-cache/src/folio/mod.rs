@@ -25,4 +25,4 @@ mod pool;
 pub(crate) mod word;
 
 pub(crate) use frame::{Frame, Owner};
-pub(crate) use pool::{NewFolio, Pool};
+pub(crate) use pool::{MemoryKind, NewFolio, Pool};

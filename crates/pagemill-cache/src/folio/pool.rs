@@ -3,6 +3,7 @@
 
 mod chunks;
 mod growth;
+mod memory;
 
 use super::buddy::Buddies;
 use super::bytes;
@@ -10,14 +11,16 @@ use super::frame::{Frame, Owner};
 use super::leases::Leases;
 use super::word::{Kind, State, Word};
 use growth::Growth;
-use pagemill_core::arena::{Arena, Reserve, Table, place};
+pub(crate) use memory::MemoryKind;
+use memory::PoolMemory;
+use pagemill_core::arena::{Arena, Table, place};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8};
+use std::sync::atomic::AtomicBool;
 
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
@@ -85,32 +88,24 @@ pub(crate) struct Pool {
     growth: Growth,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
-    /// State of a pool over reserved huge pages: [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or
-    /// [`RESERVE_LOST`]. Changed only under `Caches::users`.
-    reserve: Option<AtomicU8>,
+    /// The kind of the pool's memory.
+    memory: PoolMemory,
 }
-
-/// State of a pool over reserved huge pages: no pages are placed in its address range.
-const RESERVE_CLOSED: u8 = 0;
-/// State of a pool over reserved huge pages: the pages back all of its address range.
-const RESERVE_PLACED: u8 = 1;
-/// State of a pool over reserved huge pages: the kernel failed while it placed or removed the pages. The pool's
-/// addresses may belong to another mapping.
-const RESERVE_LOST: u8 = 2;
 
 impl Pool {
     /// Creates a pool with addresses for `max_bytes`. No memory is resident yet.
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`]. [`Error::System`] if the system has no memory for the metadata.
+    /// [`Error::NoAddresses`]. [`Error::System`] if the system has no memory for the metadata, or cannot create the
+    /// memory file.
     pub fn new(
         arena: &'static Arena,
         helper: &'static Helper,
         page: PageSize,
         max_bytes: u64,
         node: usize,
-        is_hugetlb: bool,
+        kind: MemoryKind,
     ) -> Result<&'static Self> {
         let chunk_bytes = page.bytes().max(BLOCK_BYTES);
         let no_addresses = || Error::NoAddresses { wanted_bytes: max_bytes };
@@ -122,6 +117,8 @@ impl Pool {
         let align_blocks = chunk_bytes / BLOCK_BYTES;
         // SAFETY: a pool accesses only its own blocks of the zone, so it needs no tables for the whole zone.
         let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
+        // SAFETY: these blocks were carved above.
+        let memory = unsafe { PoolMemory::new(kind, arena, base, chunks * chunk_bytes, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
         place(Self {
@@ -148,66 +145,8 @@ impl Pool {
             node,
             growth: Growth::new(helper),
             is_lease_end_requested: AtomicBool::new(false),
-            reserve: is_hugetlb.then(|| AtomicU8::new(RESERVE_CLOSED)),
+            memory,
         })
-    }
-
-    /// Returns whether the pool's memory consists of reserved huge pages. [`Pool::place_hugetlb`] maps all of them into
-    /// the pool at once, and [`Pool::return_hugetlb`] returns all of them. In between the pool returns none to the
-    /// system.
-    ///
-    /// Without the feature `hugetlb` the result is always false, so the compiler removes the code that depends on it.
-    pub fn is_hugetlb(&self) -> bool {
-        cfg!(feature = "hugetlb") && self.reserve.is_some()
-    }
-
-    /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.
-    pub fn is_closed(&self) -> bool {
-        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == RESERVE_CLOSED)
-    }
-
-    /// Places reserved huge pages at the whole address range.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::System`]: the pool is unusable from then on.
-    ///
-    /// # Panics
-    ///
-    /// If the pool is not closed, or if `pages` differs from the pool in length.
-    pub fn place_hugetlb(&self, pages: Reserve) -> Result<()> {
-        assert!(self.is_closed());
-        assert_eq!(pages.len_bytes() as u64, self.max_bytes());
-        let Some(reserve) = &self.reserve else { return Ok(()) };
-        reserve.store(RESERVE_LOST, Relaxed);
-        // SAFETY: the pool owns the address range, and nothing is mapped there (closed).
-        unsafe { self.arena.place_hugetlb(pages, self.base, self.node) }?;
-        reserve.store(RESERVE_PLACED, Relaxed);
-        Ok(())
-    }
-
-    /// Returns the reserved huge pages to the system if no page of the pool is in use or leased. Otherwise does
-    /// nothing.
-    pub fn return_hugetlb(&self) {
-        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == RESERVE_PLACED) else {
-            return;
-        };
-        let is_empty = self.with_state(|state| {
-            // Leased chunks are not taken.
-            while let Some(number) = state.buddies.take_free_chunk(&self.frames) {
-                let chunk = number >> self.chunk_order;
-                state.buddies.leases.note_filled(chunk, false);
-                self.filled_chunks.fetch_sub(1, Relaxed);
-                self.push_empty_chunk(state, chunk);
-            }
-            self.filled_chunks.load(Relaxed) == 0 && state.chunks_in_transit == 0
-        });
-        if is_empty {
-            // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
-            // bytes, including the kernel's rings.
-            let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
-            reserve.store(if ended.is_ok() { RESERVE_CLOSED } else { RESERVE_LOST }, Relaxed);
-        }
     }
 
     /// Returns whether no page of the pool is in use.
@@ -263,6 +202,7 @@ impl Pool {
     /// because the memory of these pools may not be mapped in the child.
     pub fn begin_child(&self) {
         self.opened_pages.store(0, Relaxed);
+        self.memory.begin_child();
     }
 
     /// Returns the number of the page that a frame of this pool describes.
@@ -425,7 +365,7 @@ impl Pool {
             let (first_block, blocks) = self.blocks_of(chunk);
             // SAFETY: the chunk is out of the free lists. Nothing refers to it, including the kernel's rings, and its
             // contents are not needed.
-            let bytes = unsafe { self.arena.discard(first_block, blocks) };
+            let bytes = unsafe { self.discard(first_block, blocks) };
             if bytes == 0 {
                 // The kernel did not free the chunk (its memory is locked), so the chunk is free again.
                 self.with_state(|state| {

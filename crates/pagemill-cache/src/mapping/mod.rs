@@ -51,7 +51,7 @@ mod writeback;
 
 pub use cache::config::Builder;
 pub use cache::listing::ask_for_caches;
-pub use cache::source::Source;
+pub use cache::source::{SharedMemory, Source};
 pub use cache::usage::{Holder, Usage};
 pub use cache::{Caches, MAX_CACHES, PageCache};
 pub use drivers::queue::{Fetch, Fetched, Queue};

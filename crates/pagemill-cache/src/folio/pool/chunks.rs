@@ -50,21 +50,16 @@ impl Pool {
     /// If the process gets no memory; the chunk is empty then.
     fn fill_chunk(&self, chunk: u32) -> Result<()> {
         let (first_block, blocks) = self.blocks_of(chunk);
-        if self.is_hugetlb() {
-            return self.arena.populate_reserved(first_block, blocks);
-        }
-        let use_huge = self.use_huge.load(Relaxed);
         // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-        unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop)
+        unsafe { self.populate(first_block, blocks, self.use_huge.load(Relaxed)) }
     }
 
     /// As [`Pool::fill_chunk`] for a chunk that will be needed soon. Never reclaims. Returns false, with the chunk
     /// still empty, if there is too little room or the kernel has no page.
     pub(super) fn fill_chunk_ahead(&self, chunk: u32) -> bool {
-        debug_assert!(!self.is_hugetlb(), "reserved huge pages are resident");
         let (first_block, blocks) = self.blocks_of(chunk);
         // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-        unsafe { self.arena.populate_blocks_ahead(first_block, blocks, self.use_huge.load(Relaxed)) }
+        unsafe { self.populate_ahead(first_block, blocks, self.use_huge.load(Relaxed)) }
     }
 
     /// Makes a chunk that this thread has claimed and filled a free chunk, and calls `act` before the lock `state` is
@@ -123,7 +118,7 @@ impl Pool {
         self.scan_words.open(0, chunk as usize, chunk as usize + 1)?;
         // Addresses are opened in steps, because the system counts open memory as committed.
         let step = (OPEN_STEP_BYTES / self.chunk_bytes).max(1) as u32;
-        if chunk.is_multiple_of(step) && !self.is_hugetlb() {
+        if chunk.is_multiple_of(step) && self.is_opened_in_steps() {
             let len_bytes = step.min(self.max_chunks - chunk) as usize * self.chunk_bytes;
             // SAFETY: blocks of this pool, carved closed. The blocks of a chunk that was never used are opened here
             // only.

@@ -78,16 +78,15 @@ impl Builder {
         Self { policy: Box::new(policy), ..self }
     }
 
-    /// Sets the kind of memory that the cache uses. Needs the feature `hugetlb`.
+    /// Sets the kind of memory that the cache uses. The default is [`Source::Ordinary`].
     ///
     /// ```
     /// use pagemill::cache::{PageCache, Source};
     ///
-    /// let cache = PageCache::builder("hot rows").limit(32 << 20).source(Source::TryHugetlb).build()?;
-    /// println!("in reserved huge pages: {}", cache.usage().is_hugetlb);
+    /// let cache = PageCache::builder("hot rows").limit(32 << 20).source(Source::Shared).build()?;
+    /// println!("the shared memory lies in: {:?}", cache.usage().shared);
     /// # Ok::<(), pagemill::Error>(())
     /// ```
-    #[cfg(feature = "hugetlb")]
     pub fn source(self, source: Source) -> Self {
         Self { source, ..self }
     }
@@ -124,7 +123,8 @@ impl Builder {
     /// [`Error::NoAddresses`](pagemill_core::Error::NoAddresses) if the limit is too large.
     /// [`Error::TooMany`](pagemill_core::Error::TooMany) if the process has 256 page caches.
     /// [`Error::WrongState`](pagemill_core::Error::WrongState) for invalid percentages of dirty pages.
-    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails. With reserved huge pages
+    /// [`Error::System`](pagemill_core::Error::System) if the first use of the library fails, or if no file for shared
+    /// memory can be created. With reserved huge pages
     /// (feature `hugetlb`), also [`Error::NoHugetlb`](pagemill_core::Error::NoHugetlb) and
     /// [`Error::Unsupported`](pagemill_core::Error::Unsupported).
     pub fn build(self) -> Result<PageCache> {

@@ -6,11 +6,12 @@
 //! | 40 | bytes of a page |
 //! | 48, 52 | (u32) number; node |
 //! | 56 | holder: 0 a cache, 1 an idle pool, 2 spare nodes |
-//! | 57, 58 | whether the inspection was incomplete; whether the memory is hugetlb. 59 to 63 are zero |
+//! | 57, 58 | whether the inspection was incomplete; whether the memory is hugetlb |
+//! | 59 | shared memory: 0 none, 1 in a memfd, 2 in a tmpfs. 60 to 63 are zero |
 //! | 64, 72, 80, 88, 96, 104 | bytes: huge, small, locked, free, frames, index |
 //! | 112, 120, 128 | bytes: charged, limit, dirty |
 
-use crate::mapping::{Caches, Holder, Usage};
+use crate::mapping::{Caches, Holder, SharedMemory, Usage};
 use pagemill_core::listing::{ListWriter, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
 use pagemill_core::published::Subject;
 use pagemill_sys::file::Path;
@@ -26,6 +27,9 @@ const NAME_LEN: usize = 40;
 /// The kinds of owners, in the order of their numbers in a record.
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
+/// The places of shared memory, in the order of their numbers in a record.
+const SHARED: [Option<SharedMemory>; 3] = [None, Some(SharedMemory::Memfd), Some(SharedMemory::Tmpfs)];
+
 /// Returns the record with the memory use of a cache, an idle pool or the spare index nodes.
 fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
@@ -37,6 +41,7 @@ fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes[56] = holder as u8;
     bytes[57] = u8::from(usage.is_partial);
     bytes[58] = u8::from(usage.is_hugetlb);
+    bytes[59] = SHARED.iter().position(|shared| *shared == usage.shared).unwrap_or_default() as u8;
     let Usage { huge, small, locked, free, frames, index, charged, limit, dirty, .. } = *usage;
     for (place, bytes_of) in
         bytes[64..].chunks_exact_mut(8).zip([huge, small, locked, free, frames, index, charged, limit, dirty])
@@ -100,6 +105,7 @@ impl Record for CacheRecord {
             limit,
             dirty,
             is_hugetlb: *[false, true].get(usize::from(bytes[58]))?,
+            shared: *SHARED.get(usize::from(bytes[59]))?,
             is_partial: *[false, true].get(usize::from(bytes[57]))?,
         };
         Some(Self(*HOLDERS.get(usize::from(bytes[56]))?, usage))
@@ -126,6 +132,7 @@ mod tests {
             limit: u64::MAX,
             dirty: 8,
             is_hugetlb: true,
+            shared: Some(SharedMemory::Tmpfs),
             is_partial: true,
         }
     }
@@ -149,7 +156,7 @@ mod tests {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
         let CacheRecord(_, read) = Record::from_bytes(&good).unwrap();
         assert_eq!(&*read.name, "a?[31m");
-        for (at, byte) in [(56, 3), (57, 2), (58, 2)] {
+        for (at, byte) in [(56, 3), (57, 2), (58, 2), (59, 3)] {
             let mut bytes = good;
             bytes[at] = byte;
             assert_eq!(CacheRecord::from_bytes(&bytes), None, "byte {at}");

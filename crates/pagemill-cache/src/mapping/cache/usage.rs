@@ -5,9 +5,9 @@
 
 use crate::folio::Pool;
 use crate::folio::word::Kind;
-use crate::mapping::File;
 use crate::mapping::cache::{Caches, Inner, PageCache};
 use crate::mapping::writeback::dirty::Dirty;
+use crate::mapping::{File, SharedMemory};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use pagemill_xarray::Node;
@@ -66,6 +66,8 @@ pub struct Usage {
     /// Whether the cache uses reserved huge pages. If so, its bytes are not resident memory of the process, and in no
     /// published sum except `cache_hugetlb`.
     pub is_hugetlb: bool,
+    /// Where the file of the cache's shared memory lies; `None` if its memory is not shared.
+    pub shared: Option<SharedMemory>,
     /// Whether a walk over the pages or the files reached its time limit. If so, `locked` and `index` may be too low.
     pub is_partial: bool,
 }
@@ -81,7 +83,8 @@ impl Usage {
         let (node, page_bytes) = (pool.node, pool.page.bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
         let is_hugetlb = pool.is_hugetlb();
-        Self { number, node, page_bytes, frames, free: pool.filled_bytes(), is_hugetlb, ..Self::default() }
+        let shared = pool.memory_file().map(|file| file.file_system().into());
+        Self { number, node, page_bytes, frames, free: pool.filled_bytes(), is_hugetlb, shared, ..Self::default() }
     }
 }
 

@@ -47,7 +47,7 @@ unsafe impl Buffer for Lease {
     }
 
     fn is_kept_from_children(&self) -> bool {
-        self.pool.is_hugetlb()
+        self.pool.is_kept_from_children()
     }
 }
 

@@ -1,0 +1,211 @@
+//! The memory of a pool: private memory, reserved huge pages (hugetlb), or a memory file that other addresses can map.
+//!
+//! A pool keeps its kind of memory when it serves a later cache. The memory file of a pool covers all of its address
+//! range: the byte at offset N of the file is the byte N of the range.
+#![allow(unsafe_code)] // makes chunks resident, returns them
+
+use super::Pool;
+use pagemill_core::arena::{Arena, Reserve};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::Relaxed;
+use pagemill_sys::memory_file::MemoryFile;
+use std::sync::atomic::AtomicU8;
+
+/// The kind of memory that a new pool gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryKind {
+    Private,
+    Hugetlb,
+    Shared,
+}
+
+/// The kind of a pool's memory, and its state.
+pub(super) enum PoolMemory {
+    Private,
+    /// Reserved huge pages. The state is [`RESERVE_CLOSED`] (initially), [`RESERVE_PLACED`] or [`RESERVE_LOST`].
+    /// Changed only under `Caches::users`.
+    Hugetlb(AtomicU8),
+    /// A memory file, mapped at all of the pool's addresses.
+    Shared(MemoryFile),
+}
+
+/// State of a pool over reserved huge pages: no pages are placed in its address range.
+const RESERVE_CLOSED: u8 = 0;
+/// State of a pool over reserved huge pages: the pages back all of its address range.
+const RESERVE_PLACED: u8 = 1;
+/// State of a pool over reserved huge pages: the kernel failed while it placed or removed the pages. The pool's
+/// addresses may belong to another mapping.
+const RESERVE_LOST: u8 = 2;
+
+impl PoolMemory {
+    /// Creates the memory of a pool whose address range begins at `base`. Maps a memory file there.
+    ///
+    /// # Safety
+    ///
+    /// The address range belongs to the caller, and was carved closed and never opened.
+    pub unsafe fn new(
+        kind: MemoryKind,
+        arena: &'static Arena,
+        base: usize,
+        len_bytes: usize,
+        node: usize,
+    ) -> Result<Self> {
+        match kind {
+            MemoryKind::Private => Ok(Self::Private),
+            MemoryKind::Hugetlb => Ok(Self::Hugetlb(AtomicU8::new(RESERVE_CLOSED))),
+            MemoryKind::Shared => {
+                let file = MemoryFile::create(len_bytes).map_err(Error::system("creating a file for shared memory"))?;
+                // SAFETY: guaranteed by the caller.
+                unsafe { arena.map_shared(&file, base, node) }?;
+                Ok(Self::Shared(file))
+            }
+        }
+    }
+
+    /// In a fork child: releases the file, which would keep the memory of the parent.
+    pub fn begin_child(&self) {
+        if let Self::Shared(file) = self {
+            file.close();
+        }
+    }
+}
+
+impl Pool {
+    /// Returns the kind of the pool's memory.
+    pub fn kind(&self) -> MemoryKind {
+        match self.memory {
+            PoolMemory::Private => MemoryKind::Private,
+            PoolMemory::Hugetlb(_) => MemoryKind::Hugetlb,
+            PoolMemory::Shared(_) => MemoryKind::Shared,
+        }
+    }
+
+    /// Returns whether the pool's memory consists of reserved huge pages. [`Pool::place_hugetlb`] maps all of them into
+    /// the pool at once, and [`Pool::return_hugetlb`] returns all of them. In between the pool returns none to the
+    /// system.
+    ///
+    /// Without the feature `hugetlb` the result is always false, so the compiler removes the code that depends on it.
+    pub fn is_hugetlb(&self) -> bool {
+        cfg!(feature = "hugetlb") && matches!(self.memory, PoolMemory::Hugetlb(_))
+    }
+
+    /// Returns the pool's memory file, if its memory is shared.
+    pub fn memory_file(&self) -> Option<&MemoryFile> {
+        if let PoolMemory::Shared(file) = &self.memory { Some(file) } else { None }
+    }
+
+    /// Returns whether the pool's addresses are opened in steps, as chunks come into use.
+    pub(super) fn is_opened_in_steps(&self) -> bool {
+        matches!(self.memory, PoolMemory::Private)
+    }
+
+    /// Returns whether fork children never inherit the pool's memory.
+    pub fn is_kept_from_children(&self) -> bool {
+        self.is_hugetlb() || self.memory_file().is_some()
+    }
+
+    /// Makes blocks resident, with huge pages if wanted and available.
+    ///
+    /// # Errors
+    ///
+    /// If the process gets no memory; the blocks are empty then.
+    ///
+    /// # Safety
+    ///
+    /// The blocks are those of a chunk of this pool that this thread has claimed, and that is empty.
+    pub(super) unsafe fn populate(&self, first_block: usize, blocks: usize, use_huge: bool) -> Result<()> {
+        match &self.memory {
+            PoolMemory::Hugetlb(_) => self.arena.populate_reserved(first_block, blocks),
+            // SAFETY: guaranteed by the caller.
+            PoolMemory::Private => unsafe { self.arena.populate_blocks(first_block, blocks, use_huge) }.map(drop),
+            // SAFETY: guaranteed by the caller. The file is mapped at all blocks of the pool.
+            PoolMemory::Shared(_) => unsafe { self.arena.populate_shared(first_block, blocks, use_huge) }.map(drop),
+        }
+    }
+
+    /// As [`Pool::populate`], for blocks that will be needed soon. Returns false, and does nothing, if there is no room
+    /// without reclaim.
+    ///
+    /// # Safety
+    ///
+    /// As [`Pool::populate`].
+    pub(super) unsafe fn populate_ahead(&self, first_block: usize, blocks: usize, use_huge: bool) -> bool {
+        match &self.memory {
+            PoolMemory::Hugetlb(_) => unreachable!("reserved huge pages are resident"),
+            // SAFETY: guaranteed by the caller.
+            PoolMemory::Private => unsafe { self.arena.populate_blocks_ahead(first_block, blocks, use_huge) },
+            // SAFETY: guaranteed by the caller. The file is mapped at all blocks of the pool.
+            PoolMemory::Shared(_) => unsafe { self.arena.populate_shared_ahead(first_block, blocks, use_huge) },
+        }
+    }
+
+    /// Returns blocks to the system. Returns the number of bytes that the kernel freed.
+    ///
+    /// # Safety
+    ///
+    /// The blocks are those of a chunk of this pool that is in no list. Nothing refers to their bytes, and the contents
+    /// are not needed.
+    pub(super) unsafe fn discard(&self, first_block: usize, blocks: usize) -> u64 {
+        debug_assert!(!self.is_hugetlb(), "reserved huge pages are returned together");
+        match &self.memory {
+            // SAFETY: guaranteed by the caller.
+            PoolMemory::Shared(_) => unsafe { self.arena.discard_shared(first_block, blocks) },
+            // SAFETY: guaranteed by the caller.
+            _ => unsafe { self.arena.discard(first_block, blocks) },
+        }
+    }
+
+    /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.
+    pub fn is_closed(&self) -> bool {
+        self.reserve_state().is_some_and(|state| state.load(Relaxed) == RESERVE_CLOSED)
+    }
+
+    /// Returns the state of a pool over reserved huge pages.
+    fn reserve_state(&self) -> Option<&AtomicU8> {
+        if let PoolMemory::Hugetlb(state) = &self.memory { Some(state) } else { None }
+    }
+
+    /// Places reserved huge pages at the whole address range.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`]: the pool is unusable from then on.
+    ///
+    /// # Panics
+    ///
+    /// If the pool is not closed, or if `pages` differs from the pool in length.
+    pub fn place_hugetlb(&self, pages: Reserve) -> Result<()> {
+        assert!(self.is_closed());
+        assert_eq!(pages.len_bytes() as u64, self.max_bytes());
+        let Some(reserve) = self.reserve_state() else { return Ok(()) };
+        reserve.store(RESERVE_LOST, Relaxed);
+        // SAFETY: the pool owns the address range, and nothing is mapped there (closed).
+        unsafe { self.arena.place_hugetlb(pages, self.base, self.node) }?;
+        reserve.store(RESERVE_PLACED, Relaxed);
+        Ok(())
+    }
+
+    /// Returns the reserved huge pages to the system if no page of the pool is in use or leased. Otherwise does
+    /// nothing.
+    pub fn return_hugetlb(&self) {
+        let Some(reserve) = self.reserve_state().filter(|state| state.load(Relaxed) == RESERVE_PLACED) else {
+            return;
+        };
+        let is_empty = self.with_state(|state| {
+            // Leased chunks are not taken.
+            while let Some(number) = state.buddies.take_free_chunk(&self.frames) {
+                let chunk = number >> self.chunk_order;
+                state.buddies.leases.note_filled(chunk, false);
+                self.filled_chunks.fetch_sub(1, Relaxed);
+                self.push_empty_chunk(state, chunk);
+            }
+            self.filled_chunks.load(Relaxed) == 0 && state.chunks_in_transit == 0
+        });
+        if is_empty {
+            // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
+            // bytes, including the kernel's rings.
+            let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
+            reserve.store(if ended.is_ok() { RESERVE_CLOSED } else { RESERVE_LOST }, Relaxed);
+        }
+    }
+}
