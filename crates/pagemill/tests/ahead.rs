@@ -1,6 +1,9 @@
 //! Tests of readahead: which streams are read ahead, the effect of hints, and how little memory readahead takes from
 //! other files.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Advice, Mapping, PageCache, Policy, Reuse, Writeback};
 use pagemill_core::Error;
@@ -8,6 +11,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,7 +35,7 @@ fn bytes(len: usize) -> Vec<u8> {
 
 fn cache_with_policy(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE_BYTES).unwrap();
-    let settings = PageCache::builder("ahead").limit(limit_bytes as u64).policy(policy).page(page);
+    let settings = PageCache::builder("ahead").source(source()).limit(limit_bytes as u64).policy(policy).page(page);
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
@@ -86,8 +90,12 @@ fn readahead_waits_for_no_other_store() {
         let page = PageSize::new(PAGE_BYTES).unwrap();
         let caches = Testbed::for_test().caches;
         caches.collapse_by_hand();
-        let settings =
-            PageCache::builder("ahead").limit(64 * MIB as u64).policy(policy).page(page).writeback(writeback);
+        let settings = PageCache::builder("ahead")
+            .source(source())
+            .limit(64 * MIB as u64)
+            .policy(policy)
+            .page(page)
+            .writeback(writeback);
         let cache = settings.build_in(caches).unwrap();
         let (file, other) = (delayed_store(4 * MIB), delayed_store(0));
         let (file, dirty) = (open(&cache, &file), open(&cache, &other));

@@ -1,5 +1,8 @@
 //! Tests of asynchronous calls, and of calls with a time limit.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Builder, Mapping, PageCache, Pin, Policy};
 use pagemill_core::Error;
@@ -7,6 +10,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -24,7 +28,7 @@ fn bytes(len: usize) -> Vec<u8> {
 
 fn settings(limit_bytes: usize) -> Builder {
     let page = PageSize::new(PAGE_BYTES).unwrap();
-    PageCache::builder("asynchronous").limit(limit_bytes as u64).policy(Never).page(page)
+    PageCache::builder("asynchronous").source(source()).limit(limit_bytes as u64).policy(Never).page(page)
 }
 
 fn cache_with(settings: Builder) -> PageCache {

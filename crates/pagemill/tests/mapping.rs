@@ -3,6 +3,9 @@
 
 mod common;
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Builder, Mapping, PageCache};
 use pagemill_core::Error;
@@ -14,13 +17,14 @@ use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
 use proptest::prelude::*;
 use proptest::sample::Index;
+use source::source;
 use std::io::{IoSlice, IoSliceMut};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 fn settings(page_bytes: usize, limit_bytes: usize) -> Builder {
-    PageCache::builder("test").limit(limit_bytes as u64).page(PageSize::new(page_bytes).unwrap())
+    PageCache::builder("test").source(source()).limit(limit_bytes as u64).page(PageSize::new(page_bytes).unwrap())
 }
 
 /// Returns a Pagemill instance without background threads, so that its counters depend only on the test.

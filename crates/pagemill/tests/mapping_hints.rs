@@ -1,11 +1,15 @@
 //! Tests of pins and reads with a hint: a hint may be right, outdated, of another page, or of another file. The bytes
 //! must be those of the requested page in every case.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy};
 use pagemill_core::Error;
 use pagemill_store::{MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
@@ -16,7 +20,7 @@ const MIB: u64 = 1 << 20;
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
     let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
-    PageCache::builder("hints").limit(limit_bytes).policy(policy).build_in(pagemill.caches).unwrap()
+    PageCache::builder("hints").source(source()).limit(limit_bytes).policy(policy).build_in(pagemill.caches).unwrap()
 }
 
 /// Returns the number that each file of these tests has at the begin of a page.

@@ -3,12 +3,16 @@
 
 mod common;
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::Always;
 use pagemill_cache::mapping::{Builder, Mapping, PageCache};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::Store;
 use pagemill_testbed::Testbed;
+use source::source;
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -19,7 +23,7 @@ const PAGES: usize = BLOCK_BYTES / PAGE_BYTES;
 
 fn settings() -> Builder {
     let page = PageSize::new(PAGE_BYTES).unwrap();
-    PageCache::builder("thin").limit(64 << 20).page(page).policy(Always)
+    PageCache::builder("thin").source(source()).limit(64 << 20).page(page).policy(Always)
 }
 
 /// Creates a cache that uses huge folios wherever possible, and no background thread. The tests call the scan.

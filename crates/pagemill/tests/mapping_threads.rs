@@ -1,11 +1,15 @@
 //! Tests of files that many threads use at the same time. No thread may find bytes of another file, or bytes that were
 //! removed.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Auto, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};
 use pagemill_core::Error;
 use pagemill_core::units::PageSize;
 use pagemill_testbed::Testbed;
+use source::source;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -18,8 +22,11 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 const TEST_TIME: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
-    let settings =
-        PageCache::builder("threads").limit(limit_bytes).policy(policy).page(PageSize::new(PAGE_BYTES).unwrap());
+    let settings = PageCache::builder("threads")
+        .source(source())
+        .limit(limit_bytes)
+        .policy(policy)
+        .page(PageSize::new(PAGE_BYTES).unwrap());
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
@@ -170,7 +177,8 @@ fn threads_share_the_first_chunks_of_a_cache() {
     const THREADS: u64 = 4;
     let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
-    let cache = PageCache::builder("first").limit(2 << 20).policy(Never).build_in(pagemill.caches).unwrap();
+    let cache =
+        PageCache::builder("first").source(source()).limit(2 << 20).policy(Never).build_in(pagemill.caches).unwrap();
     for round in 0..500 {
         let (file, barrier) = (cache.create().unwrap(), std::sync::Barrier::new(THREADS as usize));
         std::thread::scope(|scope| {

@@ -1,11 +1,15 @@
 //! Tests of queues: one thread fetches many pages at the same time, from regular files and from other stores.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
 use pagemill_core::Error;
 use pagemill_core::units::PageSize;
 use pagemill_store::{FileStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::Arc;
@@ -42,7 +46,7 @@ fn bytes(len: usize) -> Vec<u8> {
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE_BYTES).unwrap();
-    let settings = PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(page);
+    let settings = PageCache::builder("queue").source(source()).limit(limit_bytes as u64).policy(policy).page(page);
     settings.build_in(Testbed::for_test().caches).unwrap()
 }
 

@@ -2,6 +2,9 @@
 //! and the memory must be returned on request. Also tests queues on stores that are not regular files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Fetch, FolioHint, Mapping, PageCache, Policy, Queue};
 use pagemill_core::Error;
@@ -9,6 +12,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -41,8 +45,11 @@ fn write_test_file(folder: &Path, seed: u8) -> PathBuf {
 }
 
 fn pagemill_cache(policy: Box<dyn Policy>, limit_bytes: usize) -> (&'static Testbed, PageCache) {
-    let settings =
-        PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(PageSize::new(PAGE_BYTES).unwrap());
+    let settings = PageCache::builder("queue")
+        .source(source())
+        .limit(limit_bytes as u64)
+        .policy(policy)
+        .page(PageSize::new(PAGE_BYTES).unwrap());
     let pagemill = Testbed::for_test();
     (pagemill, settings.build_in(pagemill.caches).unwrap())
 }
@@ -327,7 +334,11 @@ fn a_queue_reads_without_registered_memory() {
     let program = folder.path().join("tests");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST_NAME, "--nocapture"]);
+    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args([
+        "--exact",
+        &source::harness_name(TEST_NAME),
+        "--nocapture",
+    ]);
     limited.env(CHILD_FILE_ENV, write_test_file(folder.path(), 6)).current_dir(folder.path()).uid(65534).gid(65534);
     let output = limited.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -1,11 +1,15 @@
 //! Tests of files with a store: reads come from the store, a sync writes to it, and clean pages are evicted.
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy};
 use pagemill_core::Error;
 use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -115,8 +119,11 @@ fn byte_at(file: &Mapping, offset: u64) -> u8 {
 }
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
-    let settings =
-        PageCache::builder("store").limit(limit_bytes as u64).policy(policy).page(PageSize::new(4 * KIB).unwrap());
+    let settings = PageCache::builder("store")
+        .source(source())
+        .limit(limit_bytes as u64)
+        .policy(policy)
+        .page(PageSize::new(4 * KIB).unwrap());
     let caches = Testbed::for_test().caches;
     // Nothing is written back in the background, however long a test takes.
     caches.collapse_by_hand();

@@ -2,11 +2,15 @@
 //! uses the file.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
+#[path = "common/source.rs"]
+mod source;
+
 use pagemill_cache::mapping::policy::Never;
 use pagemill_cache::mapping::{Fetch, PageCache};
 use pagemill_core::units::PageSize;
 use pagemill_store::{FileStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, mpsc};
@@ -22,7 +26,13 @@ fn cache(limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE_BYTES).unwrap();
     let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    PageCache::builder("sound").limit(limit_bytes as u64).policy(Never).page(page).build_in(caches).unwrap()
+    PageCache::builder("sound")
+        .source(source())
+        .limit(limit_bytes as u64)
+        .policy(Never)
+        .page(page)
+        .build_in(caches)
+        .unwrap()
 }
 
 type Hook = Box<dyn Fn(u64) + Send + Sync>;

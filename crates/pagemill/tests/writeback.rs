@@ -1,6 +1,9 @@
 //! Tests of dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the
 //! store fails or hangs.
 
+#[path = "common/source.rs"]
+mod source;
+
 use libc::{EIO, ENOSPC, ETIMEDOUT};
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Writeback};
@@ -9,6 +12,7 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, FileOptions, MemoryStore, Store};
 use pagemill_testbed::Testbed;
+use source::source;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -41,7 +45,7 @@ fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> 
         caches.collapse_by_hand();
     }
     let page = PageSize::new(PAGE_BYTES).unwrap();
-    let settings = PageCache::builder("writeback").limit(limit_bytes as u64);
+    let settings = PageCache::builder("writeback").source(source()).limit(limit_bytes as u64);
     settings.policy(Never).page(page).writeback(writeback).build_in(caches).unwrap()
 }
 
@@ -312,7 +316,11 @@ fn writeback_makes_room_wherever_the_last_slice_ended() {
 /// the end of the file clean.
 #[test]
 fn pages_behind_the_end_become_clean() {
-    let settings = PageCache::builder("end").limit(64 * MIB as u64).policy(Always).writeback(dirty_shares(100, 100));
+    let settings = PageCache::builder("end")
+        .source(source())
+        .limit(64 * MIB as u64)
+        .policy(Always)
+        .writeback(dirty_shares(100, 100));
     let cache = settings.build_in(Testbed::for_test().caches).unwrap();
     let (store, file) = open(&cache);
     file.write_at(&vec![1; 2 * MIB], 0).unwrap();
@@ -357,8 +365,11 @@ fn invalid_shares_are_rejected() {
     for (background, most, is_valid) in
         [(0, 0, true), (100, 100, true), (0, 100, true), (41, 40, false), (10, 101, false)]
     {
-        let made =
-            PageCache::builder("odd").limit(MIB as u64).writeback(dirty_shares(background, most)).build_in(caches);
+        let made = PageCache::builder("odd")
+            .source(source())
+            .limit(MIB as u64)
+            .writeback(dirty_shares(background, most))
+            .build_in(caches);
         match made {
             Ok(cache) => {
                 assert!(is_valid);
