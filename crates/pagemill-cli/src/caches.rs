@@ -2,7 +2,7 @@
 
 use crate::columns::{self, Heading};
 use crate::requests::{Interrupt, unanswered_reason};
-use pagemill_cache::mapping::{Holder, Usage};
+use pagemill_cache::mapping::{Holder, SharedMemory, Usage};
 use pagemill_core::listing::Unanswered;
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_core::units::Bytes;
@@ -53,6 +53,23 @@ const SUMMED_COLUMNS: [CacheColumn; 6] = [
     ("frames", |usage| usage.frames),
     ("index", |usage| usage.index),
 ];
+
+/// Returns the word for the place of a cache's shared memory.
+fn shared_word(shared: SharedMemory) -> &'static str {
+    match shared {
+        SharedMemory::Memfd => "memfd",
+        SharedMemory::Tmpfs => "tmpfs",
+    }
+}
+
+/// Returns the note about the memory of a cache that does not use ordinary memory.
+fn memory_note(usage: &Usage) -> String {
+    match usage.shared {
+        _ if usage.is_hugetlb => "  hugetlb".to_owned(),
+        Some(shared) => format!("  shared ({})", shared_word(shared)),
+        None => String::new(),
+    }
+}
 
 /// The sums of the [`SUMMED_COLUMNS`] over several caches. The values come from another process and may be impossible,
 /// so additions saturate.
@@ -139,7 +156,7 @@ impl CachesReport {
             if matches!(holder, Holder::Cache) {
                 line.extend([usage.charged, usage.dirty, usage.limit, usage.page_bytes as u64].map(amount));
                 let partial = if usage.is_partial { "  in part" } else { "" };
-                line.push(format!("{}{partial}", if usage.is_hugetlb { "  hugetlb" } else { "" }));
+                line.push(format!("{}{partial}", memory_note(usage)));
             }
             lines.push(line);
         }
@@ -188,6 +205,7 @@ impl CachesReport {
                 row.insert("dirty".into(), json!(usage.dirty));
                 row.insert("limit".into(), json!(usage.limit));
                 row.insert("hugetlb".into(), json!(usage.is_hugetlb));
+                row.insert("shared".into(), json!(usage.shared.map(shared_word)));
                 row.insert("in_part".into(), json!(usage.is_partial));
             }
             Value::Object(row)
@@ -214,7 +232,7 @@ mod tests {
     fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;
         let rows = vec![
-            (Holder::Cache, cache_usage("tiles", 0, KIB)),
+            (Holder::Cache, Usage { shared: Some(SharedMemory::Tmpfs), ..cache_usage("tiles", 0, KIB) }),
             (Holder::Cache, Usage { is_partial: true, is_hugetlb: true, ..cache_usage("rows", 1, 2 * KIB) }),
             (Holder::IdlePool, cache_usage("", 1, 4 * KIB)),
             (Holder::SpareNodes, Usage { index: 8 * KIB, ..Usage::default() }),
@@ -227,6 +245,7 @@ mod tests {
             assert!(kib >= 5 && line.join(" ").contains(last), "{line:?}");
         };
         assert!(lines[1].starts_with(&["tiles", "0", "0", "1", "KiB"]) && !lines[1].contains(&"part"));
+        assert!(lines[1].ends_with(&["shared", "(tmpfs)"]));
         assert!(lines[2].ends_with(&["hugetlb", "in", "part"]));
         numbers(&lines[5], "all on node 0 1 KiB");
         numbers(&lines[6], "all on node 1 6 KiB");
@@ -240,6 +259,7 @@ mod tests {
         answer.add_rows_to_json(&mut object);
         assert_eq!((&object["caches"][1]["name"], &object["caches"][3]["index"]), (&json!("rows"), &json!(8 * KIB)));
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
+        assert_eq!([0, 1].map(|at| object["caches"][at]["shared"].clone()), [json!("tmpfs"), Value::Null]);
     }
 
     /// Sums that exceed 64 bits must saturate. The text must be empty for a process without page caches. For a process
