@@ -48,7 +48,7 @@ impl MemoryFile {
     /// Creates a file of `len_bytes` that has no pages. Selects the file system that gets huge pages at the lowest
     /// cost: memfd if the machine's settings allow huge pages there, else a private tmpfs, else memfd.
     ///
-    /// Cost: some 20 us; for a tmpfs 0.1 ms, or without the right to mount 1 ms.
+    /// Cost: some 20 us; for a tmpfs 0.2 ms, or without the right to mount 1 to 4 ms.
     ///
     /// # Errors
     ///
