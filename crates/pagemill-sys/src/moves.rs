@@ -14,6 +14,9 @@ const UFFD_FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MODE_MISSING: u64 = 1;
 const MOVE_MODE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
+/// In memory for software pages, mappings end one OS page before or behind the borders of these blocks.
+const BLOCK_BYTES: u64 = 2 << 20;
+
 /// Opens a userfaultfd that can move pages.
 fn open_mover() -> io::Result<Userfault> {
     // A kernel before 6.8 has userfaultfd, but not this feature.
@@ -36,6 +39,9 @@ pub fn can_move() -> io::Result<()> {
 ///
 /// Where `src` has no page, `dst` gets no page either. The moved range of `src` reads zero afterwards.
 ///
+/// A range may consist of several mappings, but the kernel moves pages only from one mapping to one other. If it
+/// refuses the whole range, each block of 2 MiB is moved in three parts: first OS page, middle, last OS page.
+///
 /// # Errors
 ///
 /// The kernel's error if nothing was moved. After a partial move the caller must copy the rest.
@@ -51,9 +57,17 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
     let [dst, src, len] = [dst, src, len_bytes].map(|number| number as u64);
     mover.register(dst, len, REGISTER_MODE_MISSING)?;
     let (mut moved, mut failure) = (0, None);
+    let mut is_in_parts = false;
     while moved < len && failure.is_none() {
-        let mut request = [dst + moved, src + moved, len - moved, MOVE_MODE_ALLOW_SRC_HOLES, 0];
+        let rest = len - moved;
+        let part = if is_in_parts { part_bytes(src + moved).min(rest) } else { rest };
+        let mut request = [dst + moved, src + moved, part, MOVE_MODE_ALLOW_SRC_HOLES, 0];
         let result = mover.ioctl(UFFDIO_MOVE, &mut request);
+        let is_refused = result.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
+        if is_refused && part == rest && !is_in_parts && dst.abs_diff(src).is_multiple_of(BLOCK_BYTES) {
+            is_in_parts = true;
+            continue;
+        }
         // The kernel stores the bytes that it moved, or a negative error number.
         let moved_now = (request[4] as i64).max(0) as u64;
         moved += moved_now;
@@ -69,12 +83,49 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
     }
 }
 
+/// Returns the length of the part, of the three parts of a block, that starts at `addr`.
+fn part_bytes(addr: u64) -> u64 {
+    let page = crate::mem::os_page_bytes() as u64;
+    let end = match addr % BLOCK_BYTES {
+        0 => page,
+        offset if offset < BLOCK_BYTES - page => BLOCK_BYTES - page,
+        _ => BLOCK_BYTES,
+    };
+    end - addr % BLOCK_BYTES
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::mem;
 
-    const BLOCK_BYTES: usize = 2 << 20;
+    const BLOCK_BYTES: usize = super::BLOCK_BYTES as usize;
+
+    /// Moves blocks whose first or last OS page has other advice than the rest, so that both ranges consist of several
+    /// mappings. All bytes must arrive.
+    #[test]
+    fn pages_of_several_mappings_are_moved() {
+        let page = mem::os_page_bytes();
+        let base = mem::map_sparse(8 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+        let (src, dst) = (base, base + 4 * BLOCK_BYTES);
+        mem::forbid_huge(src + 2 * BLOCK_BYTES - page, 2 * page);
+        mem::forbid_huge(dst + BLOCK_BYTES - page, 2 * page);
+        mem::forbid_huge(dst + 3 * BLOCK_BYTES, page);
+        // SAFETY: all addresses lie in the mapping made above, which no other code knows.
+        unsafe {
+            for at in (0..4 * BLOCK_BYTES).step_by(page) {
+                ((src + at) as *mut u64).write(at as u64 + 1);
+            }
+            match move_pages(dst, src, 4 * BLOCK_BYTES) {
+                Ok(moved) => assert_eq!(moved, 4 * BLOCK_BYTES),
+                Err(error) => return eprintln!("skipped: UFFDIO_MOVE is unavailable here: {error}"),
+            }
+            for at in (0..4 * BLOCK_BYTES).step_by(page) {
+                assert_eq!(((dst + at) as *const u64).read(), at as u64 + 1, "{at}");
+            }
+            mem::unreserve(base, 8 * BLOCK_BYTES);
+        }
+    }
 
     /// Pages that are moved from one range to another must keep their bytes, and the source must read zero afterwards.
     #[test]
