@@ -13,6 +13,7 @@
 //! | [`hugetlb`] | huge pages that the administrator has reserved |
 //! | [`memory_file`], [`private_tmpfs`] | memory that several mappings share; a tmpfs for it |
 //! | [`moves`] | moving pages between addresses (userfaultfd) |
+//! | [`mthp`] | page sizes between the OS page and 2 MiB that the kernel offers |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | futex waits, threads, a thread for a closure, a stack for one call, time |
@@ -40,6 +41,7 @@ pub mod maps;
 pub mod mem;
 pub mod memory_file;
 pub mod moves;
+pub mod mthp;
 pub mod namespace;
 pub mod numa;
 pub mod open_permission;

@@ -5,6 +5,7 @@ use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error, scrat
 use crate::clock;
 use crate::mem::{self, Backing};
 use crate::memory_file::{FileSystem, MemoryFile};
+use crate::mthp::{self, PageSizes, bracketed_word};
 use crate::userfault::Userfault;
 use std::io;
 
@@ -15,6 +16,9 @@ const HUGE_PAGE_SIZE_PATH: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd
 const HUGETLB_FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 /// The command that allows transparent huge pages.
 const ENABLE_THP_COMMAND: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
+
+/// The command that offers pages of 64 KiB where a program advises them. The whole path would be too long for a line.
+const ENABLE_MTHP_COMMAND: &str = "echo madvise | sudo tee /sys/kernel/mm/*/hugepages-64kB/enabled";
 
 const UFFD_WRITE_PROTECT: u64 = 1 << 0;
 const UFFD_POISON: u64 = 1 << 14;
@@ -82,6 +86,16 @@ pub(super) const FEATURES: &[Feature] = &[
         lost: "blocks get small pages: slower to populate, to use and to return",
         fix: "echo 1 | sudo tee /proc/sys/vm/compact_memory",
         check: probe_huge_page,
+    },
+    Feature {
+        key: "mthp",
+        group: Group::HugePages,
+        name: "pages of 16 KiB to 1 MiB",
+        since: "6.8",
+        needed_for: "software pages (run --page-size): one page fault provides a whole page",
+        lost: "with run --page-size, each OS page of an allocation from 64 KiB up is a page fault",
+        fix: ENABLE_MTHP_COMMAND,
+        check: probe_page_sizes,
     },
     Feature {
         key: "shmem_huge",
@@ -225,11 +239,6 @@ pub(super) const FEATURES: &[Feature] = &[
     },
 ];
 
-/// Returns the word in brackets of a setting such as `always [madvise] never`.
-fn bracketed_word(text: &str) -> Option<&str> {
-    text.split_once('[')?.1.split(']').next()
-}
-
 /// Probes the setting in the file `path` by its word in brackets. The feature is available if the word is in `good`,
 /// limited if the word is in `bearable`, else missing.
 fn setting_finding(system: &SystemFiles, path: &str, good: &[&str], bearable: &[&str]) -> Checked {
@@ -249,6 +258,44 @@ fn probe_huge_page_size(system: &SystemFiles) -> Checked {
     let bytes = system.read_number(HUGE_PAGE_SIZE_PATH).map_err(|unread| unread.or_if_absent(none()))?;
     let found = super::format_size(bytes);
     Ok(if bytes == BLOCK_BYTES as u64 { Finding::available(found) } else { Finding::limited(found) })
+}
+
+/// Probes which page sizes below 2 MiB the kernel has and offers (`mthp`), and how much one page fault provides.
+fn probe_page_sizes(system: &SystemFiles) -> Checked {
+    let (known, offered) = page_sizes(system)?;
+    if offered == PageSizes::default() {
+        return Ok(match known == PageSizes::default() {
+            true => Finding::missing("this kernel has none").with_fix("needs Linux 6.8"),
+            false => Finding::missing(format!("none of {} sizes is offered", known.bytes().count())),
+        });
+    }
+    // No huge page fits into the advised range, which ends before the block does.
+    let (scratch, len_bytes) = (scratch_block()?, BLOCK_BYTES - mem::os_page_bytes());
+    scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
+    scratch.advise(len_bytes, libc::MADV_HUGEPAGE)?;
+    scratch.write(0, 7);
+    let provided = mem::resident_bytes(scratch.addr(), len_bytes)?;
+    let sizes: Vec<_> = offered.bytes().map(|bytes| super::format_size(bytes as u64)).collect();
+    let found = format!("{}; a fault provided {}", sizes.join(", "), super::format_size(provided as u64));
+    let is_larger = provided > mem::os_page_bytes();
+    Ok(if is_larger { Finding::available(found) } else { Finding::limited(found) })
+}
+
+/// Returns the page sizes below 2 MiB that the kernel has, and those that it offers.
+fn page_sizes(system: &SystemFiles) -> Result<(PageSizes, PageSizes), Finding> {
+    let none = || Finding::missing("this kernel has none").with_fix("needs Linux 6.8");
+    let top = system.read(THP_ENABLED_PATH).map_err(|unread| unread.or_if_absent(none()))?;
+    let top = bracketed_word(&top).unwrap_or("never");
+    let (mut known, mut offered) = (PageSizes::default(), PageSizes::default());
+    for exponent in mthp::SIZE_EXPONENTS {
+        let path = format!("{}/hugepages-{}kB/enabled", mthp::FOLDER, 1 << (exponent - 10));
+        let Ok(text) = system.read(&path) else { continue };
+        known = known.with(exponent);
+        if bracketed_word(&text).is_some_and(|word| mthp::is_offered(word, top)) {
+            offered = offered.with(exponent);
+        }
+    }
+    Ok((known, offered))
 }
 
 /// Probes the reserved huge pages (hugetlb): how many are free and not promised to a mapping.
@@ -507,6 +554,30 @@ mod tests {
             }
             assert_eq!(finding_of(probe_reserved_pages(&system)).state, state, "{total} {free} {promised}");
         }
+    }
+
+    /// A kernel without sizes below 2 MiB, and one that offers none of its sizes, must be told apart. The fix for the
+    /// first is another kernel.
+    #[test]
+    fn page_sizes_are_read_from_settings() {
+        let root = tempfile::tempdir().unwrap();
+        let system = SystemFiles { root: root.path().to_path_buf() };
+        assert_eq!(finding_of(probe_page_sizes(&system)).state, Availability::Unknown);
+        let write = |path: &str, text: &str| {
+            let path = system.path(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write(THP_ENABLED_PATH, "always [madvise] never\n");
+        assert_eq!(finding_of(probe_page_sizes(&system)).found, "this kernel has none");
+        for kib in [16, 64] {
+            write(&format!("{}/hugepages-{kib}kB/enabled", mthp::FOLDER), "always inherit madvise [never]\n");
+        }
+        let finding = finding_of(probe_page_sizes(&system));
+        assert_eq!((finding.state, &*finding.found), (Availability::Missing, "none of 2 sizes is offered"));
+        write(&format!("{}/hugepages-64kB/enabled", mthp::FOLDER), "always [inherit] madvise never\n");
+        let Ok((_, offered)) = page_sizes(&system) else { panic!("the settings are readable") };
+        assert_eq!(offered.bytes().collect::<Vec<_>>(), [64 << 10]);
     }
 
     #[test]
