@@ -93,7 +93,7 @@ pub struct Run {
     #[arg(long)]
     check: bool,
 
-    /// Use no huge pages.
+    /// Use no huge pages for the allocator's memory, whatever the machine's setting.
     #[arg(long)]
     no_huge: bool,
 

@@ -282,7 +282,12 @@ impl Arena {
         let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve_zones(&layout)?;
         assert!(base.is_multiple_of(BLOCK_BYTES));
         assert!((small_bytes | heap_bytes | pool_bytes).is_multiple_of(BLOCK_BYTES), "zones consist of blocks");
-        let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
+        let total_bytes = small_bytes + heap_bytes + pool_bytes;
+        let blocks = total_bytes / BLOCK_BYTES;
+        if !layout.use_huge {
+            // Otherwise the kernel makes huge pages on its own if its setting is `always`.
+            mem::forbid_huge(base, total_bytes);
+        }
         let zone = |base, len_bytes| Zone { base, len_bytes, next: AtomicUsize::new(0), lock: Lock::new() };
         Ok(Self {
             small: zone(base, small_bytes),
