@@ -295,27 +295,27 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A software page must become resident as a whole, when its slot is allocated or one of its OS pages is committed.
+/// A software page of an extent must be populated at a commit; one of a slot only when `resize` copies into all of it.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
     for bytes in [64 * KIB, 2 * MIB] {
-        let populated = stats::get(Counter::PagesPopulated);
-        let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
-        let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
+        let (populated, page) = (stats::get(Counter::PagesPopulated), PageSize::new(bytes).unwrap());
+        let pagemill = Testbed::new(Layout { use_huge: false, page, ..Layout::for_test() }, UNLIMITED).unwrap();
         let addr = allocate(pagemill, 200 * KIB);
-        let usable = pagemill.heap.usable_bytes(addr).unwrap();
-        assert!(charge_of(pagemill) >= usable as u64, "untouched, but there");
-        assert!(stats::get(Counter::PagesPopulated) > populated);
-        fill(addr, usable, 3);
+        assert_eq!(charge_of(pagemill), 0, "nothing was touched");
+        fill(addr, 200 * KIB, 3);
+        // SAFETY: the old address is not used again.
+        let addr = unsafe { pagemill.heap.resize(addr, 600 * KIB) }.unwrap().as_ptr() as usize;
+        assert_eq!(stats::get(Counter::PagesPopulated) > populated, bytes < 200 * KIB);
+        assert_eq!(first_other(addr, 200 * KIB, 3), None);
         free(pagemill, addr);
         purge(pagemill);
         assert_eq!(charge_of(pagemill), 0);
         let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
         // SAFETY: the pages are in a new extent, which only this test uses.
         unsafe { pagemill.arena.commit(extent + bytes / 2, os_page_bytes()) }.unwrap();
-        assert_eq!(pagemill.account.resident(), bytes as u64);
-        assert_eq!(resident(extent, 2 * BLOCK_BYTES), bytes as u64);
+        assert_eq!((pagemill.account.resident(), resident(extent, 2 * BLOCK_BYTES)), (bytes as u64, bytes as u64));
         // SAFETY: the pages are committed and are not used again.
         let freed = unsafe { pagemill.arena.decommit(extent + bytes / 2, os_page_bytes()) };
         assert_eq!((freed, pagemill.account.resident()), (bytes as u64, 0));

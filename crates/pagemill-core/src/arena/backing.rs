@@ -287,11 +287,16 @@ impl Arena {
         }
     }
 
-    /// Makes a range of overcommitted blocks resident, if the software page is larger than the OS page.
+    /// Makes the software pages that lie completely in a range of overcommitted blocks resident, if they are larger
+    /// than the OS page. For bytes that the caller is about to write.
+    ///
+    /// Cost: 20 us per 64 KiB that were not resident. A copy into such memory takes two thirds of the time that it
+    /// takes with 16 page faults.
     pub fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
-        if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
-            stats::add(Counter::PagesPopulated, (len_bytes / page).max(1) as u64);
+        let (start, end) = (addr.next_multiple_of(page), (addr + len_bytes) & !(page - 1));
+        if page > os_page_bytes() && start < end && mem::populate(start, end - start).is_ok() {
+            stats::add(Counter::PagesPopulated, ((end - start) / page) as u64);
         }
     }
 

@@ -529,9 +529,7 @@ impl Heap {
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let freed = self.free_slot(place, bytes);
             debug_assert!(freed.is_ok(), "no other thread has freed the slot");
-        } else if !place.class.is_big() {
-            self.arena.populate_pages(place.addr, place.class.bytes());
-        } else {
+        } else if place.class.is_big() {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
             let moved_bytes = if wanted == InitialContents::Any { self.move_free_pages_in(place, size) } else { 0 };
             is_recycled = moved_bytes > 0;

@@ -50,6 +50,10 @@ impl Heap {
         let moved = if new.is_zero { unsafe { self.move_blocks(old, target, keep) } } else { 0 };
         debug_assert!(moved <= keep);
         if moved < keep {
+            if new.is_zero {
+                // The slot may have no memory yet.
+                self.arena.populate_pages(target.addr + moved, keep - moved);
+            }
             // SAFETY: as above, and the slots do not overlap.
             unsafe {
                 std::ptr::copy_nonoverlapping((addr + moved) as *const u8, new.addr.as_ptr().add(moved), keep - moved)
