@@ -57,7 +57,8 @@ pub struct Run {
     #[arg(long = "return", value_name = "WHEN")]
     return_after: Option<Return>,
 
-    /// Memory that becomes resident at once where no huge page is used: 4K to 8M. [env: PAGEMILL_PAGE_SIZE]
+    /// Memory that becomes resident at once where no huge page is used: 4K to 8M. For allocations from 64 KiB up only
+    /// if the kernel offers pages of 16 KiB to 1 MiB (see `pagemill doctor`). [env: PAGEMILL_PAGE_SIZE]
     #[arg(long, value_name = "SIZE", value_parser = parse_page_size)]
     page_size: Option<PageSize>,
 

@@ -24,7 +24,10 @@ pub fn os_pages_per_block() -> usize {
     BLOCK_BYTES / os_page_bytes()
 }
 
-/// The unit in which memory becomes resident and is charged: a power of two, 4 KiB to 8 MiB, chosen at run time.
+/// The size of a software page: a power of two, 4 KiB to 8 MiB, chosen at run time.
+///
+/// It is the unit in which memory of page caches and of the small allocator becomes resident and is charged. Slots
+/// become resident in this unit only where the kernel offers pages of such a size.
 ///
 /// ```
 /// use pagemill::units::PageSize;

@@ -75,11 +75,13 @@ impl Arena {
         }
         if !self.may_take_huge(expected_use) {
             stats::add(Counter::BlocksSmall, 1);
+            self.advise_pages(block, 1);
             return self.overcommit(block, 1, Context::Outside);
         }
         // Admission may purge, so it comes before the lock. Check the state again afterwards.
         if self.budget.admit(BLOCK_BYTES as u64, Context::Outside).is_err() {
             // A whole block exceeds the limit, but the part that the program will touch may fit.
+            self.advise_pages(block, 1);
             return self.overcommit(block, 1, Context::Outside);
         }
         let mut locked = self.state_word(block).lock(&self.generation);
@@ -298,6 +300,11 @@ impl Arena {
         if page > os_page_bytes() && start < end && mem::populate(start, end - start).is_ok() {
             stats::add(Counter::PagesPopulated, ((end - start) / page) as u64);
         }
+    }
+
+    /// Returns whether huge pages are used at all.
+    pub fn uses_huge(&self) -> bool {
+        self.use_huge
     }
 
     /// Measures which pages are resident in the overcommitted ones of `blocks` blocks, of which `first` is the first,

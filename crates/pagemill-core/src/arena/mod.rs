@@ -26,6 +26,7 @@ mod hugetlb;
 mod metadata;
 pub mod nodes;
 mod shared;
+mod software_pages;
 
 pub use hugetlb::Reserve;
 pub use metadata::{Table, Zeroed, place};
@@ -141,7 +142,8 @@ pub struct Layout {
     pub heap_bytes: usize,
     /// Bytes of address space for the pages of page caches and slab caches.
     pub pool_bytes: usize,
-    /// The software page: the unit in which memory becomes resident where no huge page is used.
+    /// The software page: the unit in which memory becomes resident where no huge page is used. For slots only if the
+    /// kernel offers pages of such a size (mTHP).
     pub page: PageSize,
     /// The NUMA nodes to which blocks are assigned.
     pub nodes: Nodes,
@@ -262,6 +264,8 @@ pub struct Arena {
     pub budget: &'static dyn Budget,
     pub nodes: Nodes,
     pub page: PageSize,
+    /// Whether a page fault can provide several OS pages of a software page (`software_pages`).
+    has_advised_pages: bool,
     use_huge: bool,
     huge_from_bytes: u64,
     /// Whether huge pages are allowed for `words` and `maps`.
@@ -299,6 +303,7 @@ impl Arena {
             budget,
             nodes: layout.nodes,
             page: layout.page,
+            has_advised_pages: software_pages::can_be_advised(layout.page),
             use_huge: layout.use_huge,
             huge_from_bytes: layout.huge_from_bytes,
             is_metadata_huge: AtomicBool::new(false),

@@ -468,14 +468,18 @@ impl Heap {
         if is_full { ExpectedUse::Full } else { ExpectedUse::Unknown }
     }
 
-    /// Allows huge pages for a new big slot. The last block may be huge only if little of it is unused.
+    /// Allows huge pages for a new big slot. The last block may be huge only if little of it is unused. Blocks without
+    /// huge pages get software pages.
     fn allow_huge(&self, place: LocatedSlot, size: usize) {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
-        if self.arena.may_take_huge(ExpectedUse::Full) || size >= 8 * BLOCK_BYTES {
-            self.arena.allow_huge(place.addr, len_bytes);
-        }
+        let is_huge = self.arena.may_take_huge(ExpectedUse::Full) || size >= 8 * BLOCK_BYTES;
+        let huge_bytes = if is_huge && self.arena.uses_huge() { len_bytes } else { 0 };
+        self.arena.allow_huge(place.addr, huge_bytes);
+        let blocks = self.blocks_of(place);
+        let first = blocks.start + huge_bytes / BLOCK_BYTES;
+        self.arena.advise_pages(first, blocks.end.saturating_sub(first));
     }
 
     /// When the first slot of a block is carved, requests that the helper makes the next block of the span resident.
