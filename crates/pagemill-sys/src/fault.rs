@@ -68,7 +68,9 @@ pub enum Verdict {
     Program,
     /// The page has no contents: it was purged, or lies behind the end of a file. The thread gets a `SIGBUS`.
     Purged,
-    /// The access is retried: the page is accessible by now, or the state of the page will be known soon.
+    /// The access is retried at once: the judge has made the page accessible.
+    Resolved,
+    /// The access is retried after a pause: another thread changes the page.
     Again,
 }
 
@@ -168,8 +170,8 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     }
     // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // `SIGBUS` must not arrive inside this handler.
-    let mask = change_signal_mask(libc::SIG_BLOCK, signal_bit(libc::SIGBUS));
+    // Judges run with all signals blocked, as in this module's handler.
+    let mask = change_signal_mask(libc::SIG_BLOCK, !0);
     // SAFETY: guaranteed by the caller.
     let is_done = unsafe { handle_fault(info.cast(), context.cast()) };
     if !is_done {
@@ -405,6 +407,7 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
         Verdict::Program => false,
         // SAFETY: guaranteed by the caller.
         Verdict::Purged => unsafe { queue_sigbus(addr, context) },
+        Verdict::Resolved => true,
         Verdict::Again => {
             thread::pause();
             true

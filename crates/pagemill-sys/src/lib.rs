@@ -55,6 +55,7 @@ pub mod task;
 pub mod thread;
 mod userfault;
 pub mod waker;
+pub mod window;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.
 ///

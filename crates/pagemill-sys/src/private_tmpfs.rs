@@ -27,7 +27,7 @@ const CHILD_STACK_BYTES: usize = 128 << 10;
 /// Opens a new, empty file in a new tmpfs, which has room for `size_bytes` and huge pages where they are advised
 /// (`huge=advise`).
 ///
-/// Cost: 0.2 ms; without the right to mount 1 to 4 ms.
+/// Cost: 0.1 ms; without the right to mount some 1 ms.
 ///
 /// # Errors
 ///

@@ -99,7 +99,7 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 pub mod cache {
     pub use pagemill_cache::{
         Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint, Mapping,
-        Never, PageCache, Pin, Pins, Policy, Queue, Reuse, SharedMemory, Source, Usage, Writeback,
+        Never, PageCache, Pin, Pins, Policy, Prefaulted, Queue, Reuse, SharedMemory, Source, Usage, View, Writeback,
     };
 }
 

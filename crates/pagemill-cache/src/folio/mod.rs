@@ -24,5 +24,6 @@ mod leases;
 mod pool;
 pub(crate) mod word;
 
+pub(crate) use bytes::copy;
 pub(crate) use frame::{Frame, Owner};
 pub(crate) use pool::{MemoryKind, NewFolio, Pool};

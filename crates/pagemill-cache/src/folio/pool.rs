@@ -86,6 +86,8 @@ pub(crate) struct Pool {
     pub node: usize,
     /// How many chunks the helper makes resident before they are needed.
     growth: Growth,
+    /// Number of views of files that use the pool. Their entries have pins, which eviction can end.
+    pub view_count: AtomicU32,
     /// Whether reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
     /// The kind of the pool's memory.
@@ -144,6 +146,7 @@ impl Pool {
             chunk_bytes,
             node,
             growth: Growth::new(helper),
+            view_count: AtomicU32::new(0),
             is_lease_end_requested: AtomicBool::new(false),
             memory,
         })
@@ -196,6 +199,11 @@ impl Pool {
     pub fn addr(&self, number: u32) -> usize {
         debug_assert!(u64::from(number) << self.page_shift < self.max_bytes(), "the page is in the pool");
         self.base + ((number as usize) << self.page_shift)
+    }
+
+    /// Returns the offset of page `number` in the pool's memory file.
+    pub fn offset_in_memory(&self, number: u32) -> usize {
+        self.addr(number) - self.base
     }
 
     /// Called in a fork child for each pool of its parent. [`Pool::frame_if_any`] returns no frame from then on,

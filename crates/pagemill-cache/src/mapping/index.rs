@@ -1,5 +1,6 @@
 //! The index of a file: finding and pinning the folio of a page, and removing folios.
 
+use super::view::Unmap;
 use super::{File, TimedWait};
 use crate::folio::{Frame, Owner};
 use pagemill_core::epoch;
@@ -7,6 +8,7 @@ use pagemill_core::error::Result;
 use pagemill_sys::mem;
 use pagemill_xarray::Found;
 use std::ops::Range;
+use std::sync::atomic::{Ordering::SeqCst, fence};
 
 /// Location of a folio that the caller has pinned, and must unpin (`Inner::unpin`), or has frozen, and must thaw
 /// ([`File::thaw`]).
@@ -183,6 +185,11 @@ impl File {
             if count > 0 {
                 self.cache.free_several(freed[..count].iter().copied());
             }
+        }
+        // Orders the removals before the check for views. A new view finds the removed folios gone.
+        fence(SeqCst);
+        if !self.views.is_empty() {
+            self.unmap_from_views(first..last.saturating_add(1), Unmap::Always);
         }
         removed_bytes
     }

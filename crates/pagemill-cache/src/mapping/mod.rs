@@ -47,6 +47,7 @@ mod request;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod submit;
+mod view;
 mod writeback;
 
 pub use cache::config::Builder;
@@ -61,6 +62,7 @@ pub use file::cursor::Cursor;
 pub use file::hint::FolioHint;
 pub use file::pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
+pub use view::{Prefaulted, View};
 pub use writeback::flush::Writeback;
 
 use crate::folio::{Owner, Pool};
@@ -135,6 +137,8 @@ pub(crate) struct File {
     sequential_end: AtomicU64,
     /// Begin of the sequential run of writes that ends at `sequential_end`.
     sequential_begin: AtomicU64,
+    /// The file's views.
+    views: view::Views,
 }
 
 /// A handle of a cached file. Several threads may use one handle at the same time. Dropping the last handle closes the

@@ -81,6 +81,7 @@ impl Part for Caches {
         self.pools().for_each(|pool| pool.begin_child());
         self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();
+        crate::mapping::view::registry::begin_child();
         self.flusher.is_running.store(false, SeqCst);
     }
 }

@@ -32,8 +32,10 @@ const MAX_SCANS: usize = 64;
 impl Folios for Pool {
     fn look(&self, number: u32) -> FolioState {
         let state = self.word(number).load();
+        // A pin may be that of a view, which an eviction ends.
+        let may_be_unpinned = state.pins() == 0 || self.view_count.load(Relaxed) > 0;
         match state.kind() {
-            Kind::Live if state.pins() == 0 && !state.is_dirty() => FolioState::Idle { order: state.order() },
+            Kind::Live if may_be_unpinned && !state.is_dirty() => FolioState::Idle { order: state.order() },
             Kind::Live | Kind::Busy | Kind::Frozen => FolioState::Kept,
             Kind::Free | Kind::Tail | Kind::Gone => FolioState::Gone,
         }
@@ -197,7 +199,7 @@ impl File {
             let index = self.pool.frame(candidate.number).owner().index;
             self.tree.prefetch_entry(index);
             self.cache.order.prefetch_ghosts(GhostKey::of(self.id, index, candidate.order));
-            let frozen = self.pool.word(candidate.number).freeze().ok();
+            let frozen = self.freeze(candidate.number).ok();
             *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
         }
         if folios.iter().flatten().any(|folio| !folio.state.is_dirty()) {
@@ -251,7 +253,7 @@ impl File {
     /// Evicts the folio at page `index` if it begins at page number `number`, is clean and not in use. Returns the
     /// order of the evicted folio.
     pub(crate) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
-        let state = self.pool.word(number).freeze().ok()?;
+        let state = self.freeze(number).ok()?;
         let mut writer = self.tree.lock();
         self.note_removal();
         let is_removed = remove_frozen(&mut writer, index, number, state);

@@ -15,6 +15,7 @@ mod zero;
 
 use crate::mapping::file::gate::Gate;
 use crate::mapping::submit::AsyncReads;
+use crate::mapping::view::Views;
 use crate::mapping::{File, NEXT_SERIAL, cache};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
 use pagemill_store::Store;
@@ -50,6 +51,7 @@ impl File {
             id,
             serial: NEXT_SERIAL.fetch_add(1, Relaxed),
             is_closed: AtomicBool::new(false),
+            views: Views::default(),
             sequential_end: AtomicU64::new(0),
             sequential_begin: AtomicU64::new(0),
         })

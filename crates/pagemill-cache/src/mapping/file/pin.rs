@@ -148,7 +148,7 @@ impl Mapping {
             let number = hit.value() as u32;
             // The gate is held shared, because a truncation, which holds it exclusively, relies on no new holds.
             let gate = file.gate.shared();
-            match file.pool.word(number).hold() {
+            match file.hold_folio(number) {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
                     return Ok(Exclusive { file, number, first: hit.first(), len_bytes });
@@ -211,6 +211,11 @@ impl File {
             let purpose = if end > index + 1 { Purpose::Read } else { Purpose::Write };
             self.bring_in(index..end, purpose)?;
         }
+    }
+
+    /// Pins the folio at `offset` for a view, and brings it into memory first if needed.
+    pub(crate) fn pin_for_view(&self, offset: u64) -> Result<Pin<'_>> {
+        Ok(self.guard_of(self.pin_or_create(offset, offset + 1)?, offset))
     }
 
     /// Pins all folios of a range. Returns the place of the first one, and guards of the others.

@@ -2,6 +2,7 @@
 
 use crate::folio::Owner;
 use crate::mapping::request::Purpose;
+use crate::mapping::view::Unmap;
 use crate::mapping::{File, Mapping};
 use pagemill_core::error::Result;
 use pagemill_core::stats::Counter;
@@ -68,6 +69,10 @@ impl File {
         // Zeroed last: before the removal, a collapse could create a huge folio of the range again, with bytes behind
         // the end.
         self.zero_behind_end(size_bytes);
+        if !self.views.is_empty() && first > 0 {
+            // The last folio stays, but accesses behind the end must fail.
+            self.unmap_from_views(self.span_of(first - 1).start..first, Unmap::Always);
+        }
     }
 
     /// Returns an error if the folio with the last byte before `size_bytes` is held for a second.

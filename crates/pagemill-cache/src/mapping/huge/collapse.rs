@@ -167,7 +167,7 @@ impl<'file> SmallFolios<'file> {
         for at in 0..self.pages {
             let number = self.numbers[at];
             if number != NO_FOLIO {
-                match self.file.pool.word(number).freeze() {
+                match self.file.freeze(number) {
                     // The page may belong to another file by now. The check of the index in `replace_in_index` detects
                     // that.
                     Ok(state) if state.order() == 0 => {

@@ -40,7 +40,7 @@ impl File {
             return Err(BUSY);
         }
         let mut stock = self.tree.prepare_split(u32::from(order), 0)?;
-        let frozen = word.freeze().map_err(|_| BUSY)?;
+        let frozen = self.freeze(number).map_err(|_| BUSY)?;
         // Checked again after the freeze, because the page may belong to a different folio by now.
         if !hit.is_still() || frozen.order() != order {
             self.thaw(number);

@@ -301,7 +301,7 @@ impl File {
             if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
                 return Some((end, None));
             }
-            match word.freeze() {
+            match self.freeze(number) {
                 Ok(state) if hit.is_still() && state.is_dirty() => {
                     return Some((end, Some(Place { number, first: hit.first(), order: state.order() })));
                 }
