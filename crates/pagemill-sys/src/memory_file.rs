@@ -1,7 +1,7 @@
 //! Memory files: sparse files without a name, whose bytes are memory. Several mappings of one process can share them.
 //!
 //! A file lies in the kernel's own file system for shared memory (memfd), or in a private tmpfs that has huge pages
-//! ([`private_tmpfs`](crate::private_tmpfs)). Pages are allocated by [`populate`] or [`populate_huge`], and freed by
+//! ([`private_tmpfs`]). Pages are allocated by [`populate`] or [`populate_huge`], and freed by
 //! [`punch`]. The kernel has no room in advance for a sparse file: an access to a page that was not populated raises
 //! `SIGBUS` if there is no memory for the page.
 //!
