@@ -11,11 +11,11 @@
 use crate::mem::{self, Backing};
 use crate::{file, private_tmpfs, process, window};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
 /// Setting that allows huge pages in files of [`FileSystem::Memfd`].
@@ -45,16 +45,17 @@ pub struct MemoryFile {
 }
 
 impl MemoryFile {
-    /// Creates a file of `len_bytes` that has no pages. Selects the file system that gets huge pages at the lowest
-    /// cost: memfd if the machine's settings allow huge pages there, else a private tmpfs, else memfd.
+    /// Creates a file of `len_bytes` that has no pages. If huge pages are wanted, selects the file system that gets them
+    /// at the lowest cost: memfd if the machine's settings allow huge pages there, else a private tmpfs, else memfd.
     ///
     /// Cost: some 20 us; for a tmpfs 0.1 ms, or without the right to mount 1 ms.
     ///
     /// # Errors
     ///
     /// `EFBIG` if the length is above the process's file size limit; errors of `memfd_create`.
-    pub fn create(len_bytes: usize) -> io::Result<Self> {
-        if is_tmpfs_preferred()
+    pub fn create(len_bytes: usize, is_huge_wanted: bool) -> io::Result<Self> {
+        if is_huge_wanted
+            && is_tmpfs_preferred()
             && let Ok(file) = Self::create_in(FileSystem::Tmpfs, len_bytes)
         {
             return Ok(file);
@@ -82,6 +83,11 @@ impl MemoryFile {
         if process::file_size_limit() < len_bytes as u64 {
             return Err(Errno::FBIG.into());
         }
+        // A program that has closed its standard streams may still write to their numbers.
+        let descriptor = match descriptor.as_raw_fd() {
+            0..=2 => fcntl_dupfd_cloexec(&descriptor, 3)?,
+            _ => descriptor,
+        };
         retry_on_intr(|| ftruncate(&descriptor, len_bytes as u64))?;
         let identity = identity_of(&descriptor)?;
         let descriptor = AtomicI32::new(descriptor.into_raw_fd());
@@ -283,7 +289,7 @@ mod tests {
     /// other file must stay open.
     #[test]
     fn a_descriptor_of_another_file_is_not_used() {
-        let file = MemoryFile::create(BLOCK_BYTES).unwrap();
+        let file = MemoryFile::create(BLOCK_BYTES, true).unwrap();
         let addr = mem::reserve(BLOCK_BYTES, BLOCK_BYTES, 0).unwrap();
         let other = memfd_create(c"other", MemfdFlags::CLOEXEC).unwrap();
         // SAFETY: the call replaces the descriptor of `file` by a copy of `other`.

@@ -40,7 +40,8 @@ pub fn can_move() -> io::Result<()> {
 /// Where `src` has no page, `dst` gets no page either. The moved range of `src` reads zero afterwards.
 ///
 /// A range may consist of several mappings, but the kernel moves pages only from one mapping to one other. If it
-/// refuses the whole range, each block of 2 MiB is moved in three parts: first OS page, middle, last OS page.
+/// refuses the whole range, the blocks of 2 MiB are moved one by one, so that huge pages stay whole. A block that the
+/// kernel refuses, too, is moved in three parts: first OS page, middle, last OS page.
 ///
 /// # Errors
 ///
@@ -57,15 +58,26 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
     let [dst, src, len] = [dst, src, len_bytes].map(|number| number as u64);
     mover.register(dst, len, REGISTER_MODE_MISSING)?;
     let (mut moved, mut failure) = (0, None);
-    let mut is_in_parts = false;
+    let may_be_cut = dst.abs_diff(src).is_multiple_of(BLOCK_BYTES);
+    // Whether blocks are moved one by one, and the end of the block that is moved in three parts.
+    let (mut is_by_block, mut parts_end) = (false, 0);
     while moved < len && failure.is_none() {
-        let rest = len - moved;
-        let part = if is_in_parts { part_bytes(src + moved).min(rest) } else { rest };
+        let (rest, at) = (len - moved, src + moved);
+        let block = BLOCK_BYTES - at % BLOCK_BYTES;
+        let part = match is_by_block {
+            true if at < parts_end => part_bytes(at).min(rest),
+            true => block.min(rest),
+            false => rest,
+        };
         let mut request = [dst + moved, src + moved, part, MOVE_MODE_ALLOW_SRC_HOLES, 0];
         let result = mover.ioctl(UFFDIO_MOVE, &mut request);
         let is_refused = result.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
-        if is_refused && part == rest && !is_in_parts && dst.abs_diff(src).is_multiple_of(BLOCK_BYTES) {
-            is_in_parts = true;
+        if is_refused && may_be_cut && !is_by_block {
+            is_by_block = true;
+            continue;
+        }
+        if is_refused && may_be_cut && at >= parts_end {
+            parts_end = at + block;
             continue;
         }
         // The kernel stores the bytes that it moved, or a negative error number.
@@ -125,6 +137,47 @@ mod tests {
             }
             mem::unreserve(base, 8 * BLOCK_BYTES);
         }
+    }
+
+    /// Of three blocks with a huge page each, the last has other advice, so that the range consists of two mappings. The
+    /// others must stay huge pages, which are then at the target.
+    #[test]
+    fn huge_pages_stay_whole_beside_other_mappings() {
+        let base = mem::map_sparse(8 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+        let (src, dst) = (base, base + 4 * BLOCK_BYTES);
+        mem::allow_huge(src, 3 * BLOCK_BYTES);
+        mem::allow_huge(dst, 3 * BLOCK_BYTES);
+        // SAFETY: all addresses lie in the mapping made above, which no other code knows.
+        unsafe {
+            (0..3).for_each(|block| ((src + block * BLOCK_BYTES) as *mut u64).write(7));
+            mem::forbid_huge(src + 2 * BLOCK_BYTES, BLOCK_BYTES);
+            let huge_before = huge_bytes(src, dst);
+            match move_pages(dst, src, 3 * BLOCK_BYTES) {
+                Ok(moved) => assert_eq!(moved, 3 * BLOCK_BYTES),
+                Err(error) => return eprintln!("skipped: UFFDIO_MOVE is unavailable here: {error}"),
+            }
+            if huge_before < 3 * BLOCK_BYTES {
+                return eprintln!("skipped: the kernel provides no huge pages");
+            }
+            assert!(huge_bytes(dst, dst + 3 * BLOCK_BYTES) >= 2 * BLOCK_BYTES);
+            mem::unreserve(base, 8 * BLOCK_BYTES);
+        }
+    }
+
+    /// Returns the bytes of huge pages in the mappings between two addresses.
+    fn huge_bytes(from: usize, to: usize) -> usize {
+        let (mut is_inside, mut kib) = (false, 0);
+        for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+            let mut words = line.split_whitespace();
+            let first = words.next().unwrap_or_default();
+            if let Some((begin, end)) = first.split_once('-').filter(|_| !first.ends_with(':')) {
+                let [begin, end] = [begin, end].map(|text| usize::from_str_radix(text, 16).unwrap());
+                is_inside = begin < to && end > from;
+            } else if is_inside && first == "AnonHugePages:" {
+                kib += words.next().unwrap().parse::<usize>().unwrap();
+            }
+        }
+        kib << 10
     }
 
     /// Pages that are moved from one range to another must keep their bytes, and the source must read zero afterwards.

@@ -117,10 +117,12 @@ impl Pool {
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
+        // Before the addresses are carved, which are never returned.
+        let memory = PoolMemory::new(kind, arena, chunks * chunk_bytes)?;
         // SAFETY: a pool accesses only its own blocks of the zone, so it needs no tables for the whole zone.
         let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
         // SAFETY: these blocks were carved above.
-        let memory = unsafe { PoolMemory::new(kind, arena, base, chunks * chunk_bytes, node) }?;
+        unsafe { memory.place(arena, base, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
         place(Self {

@@ -4,11 +4,12 @@
 #![allow(unsafe_code)] // maps a file into a window, gives its memory back
 
 use super::backing::Memory;
+use super::block::Backing;
 use super::{Arena, Context};
 use crate::error::{Error, Result};
 use crate::units::BLOCK_BYTES;
-use pagemill_sys::disk;
-use pagemill_sys::memory_file::MemoryFile;
+use pagemill_sys::memory_file::{self, MemoryFile};
+use pagemill_sys::{disk, mem};
 
 impl Arena {
     /// Maps all of `file` at the blocks that start at `addr`. Fork children do not inherit the blocks, because they
@@ -30,6 +31,10 @@ impl Arena {
         mapped
             .and_then(|()| disk::keep_from_children(addr, len_bytes, true))
             .map_err(Error::system("mapping shared memory"))?;
+        if !self.use_huge {
+            // The advice for the whole arena ended with the mapping that was replaced.
+            mem::forbid_huge(addr, len_bytes);
+        }
         self.nodes.bind(addr, len_bytes, node);
         Ok(())
     }
@@ -69,5 +74,15 @@ impl Arena {
     pub unsafe fn discard_shared(&self, first: usize, blocks: usize) -> u64 {
         // SAFETY: guaranteed by the caller.
         unsafe { self.discard_of(first, blocks, Memory::Shared) }
+    }
+
+    /// Frees the memory of a shared block that should have none. A read of returned shared memory allocates a page,
+    /// unlike one of private memory.
+    pub fn punch_if_empty(&self, block: usize) {
+        let locked = self.state_word(block).lock(&self.generation);
+        if locked.state.backing == Backing::Empty {
+            // SAFETY: an empty block has no contents. Under its lock no thread makes it resident.
+            let _ = unsafe { memory_file::punch(self.block_addr(block), BLOCK_BYTES) };
+        }
     }
 }

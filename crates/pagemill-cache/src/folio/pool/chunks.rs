@@ -66,7 +66,8 @@ impl Pool {
     /// released.
     pub(super) fn publish_chunk<R>(&self, chunk: u32, act: impl FnOnce(&mut PoolState) -> R) -> R {
         let number = chunk << self.chunk_order;
-        if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
+        let wants_huge_frames = number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && self.arena.uses_huge();
+        if wants_huge_frames && !self.has_huge_frames.swap(true, Relaxed) {
             self.frames.allow_huge();
         }
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));

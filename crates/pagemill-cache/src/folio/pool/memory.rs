@@ -38,27 +38,27 @@ const RESERVE_PLACED: u8 = 1;
 const RESERVE_LOST: u8 = 2;
 
 impl PoolMemory {
-    /// Creates the memory of a pool whose address range begins at `base`. Maps a memory file there.
+    /// Creates the memory of a pool of `len_bytes`, without addresses.
+    pub fn new(kind: MemoryKind, arena: &Arena, len_bytes: usize) -> Result<Self> {
+        match kind {
+            MemoryKind::Private => Ok(Self::Private),
+            MemoryKind::Hugetlb => Ok(Self::Hugetlb(AtomicU8::new(RESERVE_CLOSED))),
+            MemoryKind::Shared => MemoryFile::create(len_bytes, arena.uses_huge())
+                .map(Self::Shared)
+                .map_err(Error::system("creating a file for shared memory")),
+        }
+    }
+
+    /// Maps a memory file at the pool's address range, which begins at `base`.
     ///
     /// # Safety
     ///
     /// The address range belongs to the caller, and was carved closed and never opened.
-    pub unsafe fn new(
-        kind: MemoryKind,
-        arena: &'static Arena,
-        base: usize,
-        len_bytes: usize,
-        node: usize,
-    ) -> Result<Self> {
-        match kind {
-            MemoryKind::Private => Ok(Self::Private),
-            MemoryKind::Hugetlb => Ok(Self::Hugetlb(AtomicU8::new(RESERVE_CLOSED))),
-            MemoryKind::Shared => {
-                let file = MemoryFile::create(len_bytes).map_err(Error::system("creating a file for shared memory"))?;
-                // SAFETY: guaranteed by the caller.
-                unsafe { arena.map_shared(&file, base, node) }?;
-                Ok(Self::Shared(file))
-            }
+    pub unsafe fn place(&self, arena: &'static Arena, base: usize, node: usize) -> Result<()> {
+        match self {
+            // SAFETY: guaranteed by the caller.
+            Self::Shared(file) => unsafe { arena.map_shared(file, base, node) },
+            Self::Private | Self::Hugetlb(_) => Ok(()),
         }
     }
 
@@ -92,6 +92,16 @@ impl Pool {
     /// Returns the pool's memory file, if its memory is shared.
     pub fn memory_file(&self) -> Option<&MemoryFile> {
         if let PoolMemory::Shared(file) = &self.memory { Some(file) } else { None }
+    }
+
+    /// Called after a copy from page `number` that was not valid: the chunk may have been returned to the system before
+    /// the copy, which has then allocated shared memory again.
+    #[cold]
+    pub fn note_invalid_copy(&self, number: u32) {
+        if self.memory_file().is_some() {
+            let (first, count) = self.blocks_of(number >> self.chunk_order);
+            (first..first + count).for_each(|block| self.arena.punch_if_empty(block));
+        }
     }
 
     /// Returns whether the pool's addresses are opened in steps, as chunks come into use.
@@ -207,5 +217,36 @@ impl Pool {
             let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
             reserve.store(if ended.is_ok() { RESERVE_CLOSED } else { RESERVE_LOST }, Relaxed);
         }
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use crate::mapping::{PageCache, Source};
+    use crate::test_process;
+    use pagemill_core::units::BLOCK_BYTES;
+    use pagemill_sys::mem;
+
+    /// A chunk of shared memory is returned, and then read, as by a copy that began before. That allocates memory. After
+    /// the copy was found invalid, the chunk must have no memory again. A chunk in use must keep its bytes.
+    #[test]
+    fn memory_that_a_late_copy_allocates_is_returned() {
+        let caches = test_process::caches();
+        let builder = PageCache::builder("late").limit(8 << 20).source(Source::Shared);
+        let cache = builder.build_in(caches).unwrap();
+        let file = cache.create().unwrap();
+        file.write_at(&vec![7; BLOCK_BYTES], 0).unwrap();
+        let (pool, addr) = (cache.0.pool, file.pin(0).unwrap().as_ptr() as usize);
+        let number = ((addr - pool.addr(0)) >> pool.page_shift) as u32;
+        pool.note_invalid_copy(number);
+        assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), BLOCK_BYTES);
+        file.truncate(0).unwrap();
+        cache.give_back();
+        assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), 0);
+        // SAFETY: the address is mapped, and no other thread writes there.
+        assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 0);
+        assert!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap() > 0);
+        pool.note_invalid_copy(number);
+        assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), 0);
     }
 }

@@ -111,7 +111,11 @@ impl File {
     pub fn try_copy(&self, number: u32, frame: &Frame, seen: State, at: usize, to: &mut [u8]) -> bool {
         self.pool.copy_out(number, at, to);
         // Unchanged: the folio had the same owner during the whole copy.
-        frame.word.is_unchanged(seen)
+        let is_valid = frame.word.is_unchanged(seen);
+        if !is_valid {
+            self.pool.note_invalid_copy(number);
+        }
+        is_valid
     }
 
     /// Zeroes a buffer after a read that failed, or whose copy was not valid. The folio may have been reused during the

@@ -51,8 +51,14 @@ fn a_hint_finds_no_removed_page() {
 fn a_collapsed_folio_is_pinned_only_in_the_index() {
     run_in_many_schedules(RARE_RACE_FACTOR, || {
         let (file, mut hint) = hinted_file();
-        // Moves the small folios to other pages: the next collapse uses the pages of the hint.
+        // Each collapse moves the folios to the other of two pairs of pages. The hint is that of a huge folio in the pair
+        // that the next collapse uses.
         let _ = file.split(0).unwrap();
+        for _ in 0..2 {
+            assert!(file.collapse(0).unwrap());
+            file.read_at_hinted(&mut hint, &mut [0; SAMPLE_BYTES], 0).unwrap();
+            assert!(file.split(0).unwrap());
+        }
         assert!(file.collapse(0).unwrap() && file.split(0).unwrap());
         let (other, old_hint, mut bytes) = (file.clone(), hint, [0; SAMPLE_BYTES]);
         let collapser = shuttle::thread::spawn(move || other.collapse(0).is_ok_and(|is_huge| is_huge));
