@@ -253,6 +253,13 @@ fn prefaulted_ranges_can_be_passed_to_system_calls() {
     assert!(matches!(file.split(0), Err(Error::Busy { .. })), "the pages are pinned");
     drop(prefaulted);
     assert!(file.split(0).unwrap());
+    // One page keeps its whole folio, of which another page was accessed, too.
+    assert!(file.collapse(0).unwrap());
+    let page = view.prefault(0..1).unwrap();
+    view.read_at(&mut [0], MIB);
+    assert!(matches!(file.split(0), Err(Error::Busy { .. })));
+    target.write_all(&range[..PAGE_BYTES]).unwrap();
+    drop(page);
     let kept = view.prefault(0..2 * MIB).unwrap();
     file.truncate(MIB as u64).unwrap();
     drop(kept);

@@ -1,7 +1,7 @@
 //! Tests of faults: each step of a read or a writeback is cancelled, fails, is delayed, or panics.
 //!
 //! ```text
-//!   store       a store whose transfers end as a test asks
+//!   store       a store whose transfers end as a test sets
 //!   scene       a cache with a file on that store, and the checks after each fault
 //!   driver      the calls that need pages: blocking, queue, future, readahead
 //!   reserve     faults of Reserve: no memory, another request, panics

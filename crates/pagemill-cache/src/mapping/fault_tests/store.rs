@@ -1,4 +1,4 @@
-//! A store in memory whose transfers end as a test asks.
+//! A store in memory whose transfers end as a test sets.
 
 use pagemill_store::errno::{self, ECANCELED, EIO};
 use pagemill_store::{Direction, MemoryStore, Store, Transfer};
@@ -48,7 +48,7 @@ struct State {
     released: (End, usize),
 }
 
-/// A [`MemoryStore`] whose reads and writes end as a test asks. It ignores that a transfer was cancelled.
+/// A [`MemoryStore`] whose reads and writes end as a test sets. It ignores that a transfer was cancelled.
 pub struct ScriptedStore {
     pub inner: MemoryStore,
     is_asynchronous: bool,

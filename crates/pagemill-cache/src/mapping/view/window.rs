@@ -292,10 +292,6 @@ impl Window {
     /// Unmaps pages, and ends the pins of their entries. Waits for threads that are changing one of the entries.
     pub fn unmap(&self, pages: Range<u64>, how: Unmap) {
         let _blocked = AllSignalsBlocked::begin();
-        let kept = match how {
-            Unmap::UnlessKept => self.kept.with(|kept| kept.clone()),
-            Unmap::Always => Vec::new(),
-        };
         // Orders the removal of a folio, or the change of the file's length, before the loads of entries (`try_map`).
         fence(SeqCst);
         let end = self.first_page + self.entry_count as u64;
@@ -307,9 +303,7 @@ impl Window {
                 page = self.first_page + (at + BLOCK_ENTRIES) as u64;
                 continue;
             }
-            if !kept.iter().any(|kept| kept.contains(&page)) {
-                self.unmap_page(page);
-            }
+            self.unmap_page(page, how);
             page += 1;
         }
     }
@@ -327,7 +321,7 @@ impl Window {
         }
     }
 
-    fn unmap_page(&self, page: u64) {
+    fn unmap_page(&self, page: u64, how: Unmap) {
         let entry = self.entry(page);
         let mut backoff = Backoff::new();
         let number = loop {
@@ -339,6 +333,14 @@ impl Window {
             }
         };
         let order = self.file.pool.word(number).load().order();
+        // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of the
+        // whole folio, so one kept page keeps all.
+        let (first, last) = (page >> order << order, page | ((1 << order) - 1));
+        let is_kept = |kept: &Range<u64>| kept.start <= last && kept.end > first;
+        if how == Unmap::UnlessKept && self.kept.with(|kept| kept.iter().any(is_kept)) {
+            entry.store(number + FIRST, SeqCst);
+            return;
+        }
         let begin = self.file.offset_of(page >> order << order);
         let end = (begin + self.file.cache.folio_bytes(order)).min(self.offset + self.len_bytes as u64);
         let begin = begin.max(self.offset);
