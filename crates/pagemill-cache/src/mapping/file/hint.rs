@@ -24,7 +24,7 @@ use pagemill_core::error::Result;
 /// }
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct FolioHint {
     /// For a folio of 2^`order` pages that begins at page `number` of the cache's memory: `2 * number + 2^order`. The
     /// number is a multiple of 2^`order`, so the lowest set bit gives the order.
@@ -36,6 +36,15 @@ impl Default for FolioHint {
         Self { bits: u32::MAX }
     }
 }
+
+/// Hints are equal if their folios begin at the same page of memory. The order serves only to prefetch the bytes of a pin.
+impl PartialEq for FolioHint {
+    fn eq(&self, other: &Self) -> bool {
+        self.number() == other.number()
+    }
+}
+
+impl Eq for FolioHint {}
 
 impl FolioHint {
     /// Returns the hint of a folio; the default hint for a folio behind the first 2^31 - 1 pages.
@@ -117,11 +126,8 @@ impl File {
     fn try_read_hinted(&self, hint: FolioHint, to: &mut [u8], offset: u64) -> bool {
         let Some(frame) = self.pool.frame_if_any(hint.number().into()) else { return false };
         let seen = frame.word.load();
-        // Only live folios: a frozen one may have left the file's index already. A hint with the order of an earlier
-        // folio is corrected.
-        seen.is_live()
-            && u32::from(seen.order()) == hint.order()
-            && self.try_read_folio(hint.number(), frame, seen, to, offset)
+        // Only live folios: a frozen one may have left the file's index already.
+        seen.is_live() && self.try_read_folio(hint.number(), frame, seen, to, offset)
     }
 }
 
