@@ -170,14 +170,19 @@ impl TreeMemory {
     fn record_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
         // A single process shares its memory with no other process of the tree, so its proportional share is not read.
         let is_alone = found.len() == 1;
-        let share = |pid: u32, status: &Status| {
-            bounded_share(status.anonymous_bytes, Some(pid).filter(|_| !is_alone).and_then(proportional_bytes))
-        };
+        let shares: Vec<Option<u64>> =
+            found.keys().map(|pid| if is_alone { None } else { proportional_bytes(*pid) }).collect();
+        // While the shares are read, processes can end, and the shares of the other processes grow. Only processes
+        // that have their memory after the last share was read are counted: a share was then read while all of them
+        // shared the page, so the sum counts no page more than once.
         let mut largest: Vec<_> = found
             .iter()
-            .filter_map(|(pid, status)| {
+            .zip(shares)
+            .filter_map(|((pid, status), proportional_bytes)| {
                 let identity = self.seen.get(pid)?.identity;
-                Some(Process { identity, name: status.name.clone(), bytes: share(*pid, status) })
+                let later_bytes = if is_alone { u64::MAX } else { Status::read(*pid).map_or(0, |s| s.anonymous_bytes) };
+                let bytes = bounded_share(status.anonymous_bytes, proportional_bytes, later_bytes);
+                Some(Process { identity, name: status.name.clone(), bytes })
             })
             .collect();
         let held_bytes = largest.iter().map(|process| process.bytes).sum();
@@ -214,13 +219,14 @@ impl TreeMemory {
     }
 }
 
-/// Returns the proportional share of a process, but at most its `anonymous_bytes` in the sample.
+/// Returns the proportional share of a process, but at most its `anonymous_bytes` in the sample and its `later_bytes`
+/// after all shares were read.
 ///
 /// `proportional_bytes` is read after the sample, and the process may have grown since then. Without the bound, the sum
-/// of the shares could exceed the sum of the sample that was compared with the limit. For a process of another user,
-/// `proportional_bytes` is `None`, and all its `anonymous_bytes` are counted.
-fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
-    proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes)
+/// of the shares could exceed the sum of the sample that was compared with the limit. `later_bytes` is zero for a
+/// process that has ended. `proportional_bytes` is `None` for a process of another user, so all its memory counts.
+fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>, later_bytes: u64) -> u64 {
+    proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes).min(later_bytes)
 }
 
 fn keep_largest(processes: &mut Vec<Process>) {
@@ -304,9 +310,29 @@ mod tests {
     /// memory of the process in the sample.
     #[test]
     fn a_share_is_at_most_what_the_sample_counted() {
-        assert_eq!(bounded_share(4096, Some(1024)), 1024);
-        assert_eq!(bounded_share(4096, Some(8192)), 4096);
-        assert_eq!(bounded_share(4096, None), 4096);
+        assert_eq!(bounded_share(4096, Some(1024), 4096), 1024);
+        assert_eq!(bounded_share(4096, Some(8192), 8192), 4096);
+        assert_eq!(bounded_share(4096, None, 8192), 4096);
+        assert_eq!(bounded_share(4096, Some(4096), 512), 512);
+    }
+
+    /// Three processes end between the sample and the reading of their proportional shares, which are then unknown.
+    /// Their memory must not be counted.
+    #[test]
+    fn processes_that_ended_are_not_an_excess() {
+        let (_folder, page) = page(UNLIMITED);
+        let mut child = shell_with_children();
+        let mut memory = TreeMemory::new(page, child.id());
+        memory.sample();
+        let found = memory.find_processes();
+        assert!(found.len() >= 3 && found.values().all(|status| status.anonymous_bytes > 0));
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        while found.keys().any(|pid| Status::read(*pid).is_some_and(|status| status.anonymous_bytes > 0)) {
+            std::thread::yield_now();
+        }
+        memory.record_shares(&found, 4 << 10, 0);
+        assert!(memory.peak.excess.is_none(), "{:?}", memory.peak.excess);
     }
 
     /// A shell runs under a limit that is below its memory. A sample must record the excess over the limit and the
