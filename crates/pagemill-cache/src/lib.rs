@@ -24,7 +24,8 @@ pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
     Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, FolioHint, Holder, Mapping, PageCache, Pin, Pins,
-    Policy, Prefaulted, Queue, Reuse, SharedMemory, Source, Usage, View, Writeback, ask_for_caches,
+    Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source, Usage, View, ViewMut, Writeback,
+    ask_for_caches,
 };
 #[cfg(not(loom))]
 pub use nodes::{IndexNodes, NodeCache};

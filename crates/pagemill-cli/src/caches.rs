@@ -62,13 +62,18 @@ fn shared_word(shared: SharedMemory) -> &'static str {
     }
 }
 
-/// Returns the note about the memory of a cache that does not use ordinary memory.
+/// Returns the notes about a cache: memory of another kind than ordinary, and ranges that views have locked.
 fn memory_note(usage: &Usage) -> String {
-    match usage.shared {
+    let locked = match usage.locked_by_views {
+        0 => String::new(),
+        bytes => format!("  views lock {}", Bytes(bytes)),
+    };
+    let memory = match usage.shared {
         _ if usage.is_hugetlb => "  hugetlb".to_owned(),
         Some(shared) => format!("  shared ({})", shared_word(shared)),
         None => String::new(),
-    }
+    };
+    memory + &locked
 }
 
 /// The sums of the [`SUMMED_COLUMNS`] over several caches. The values come from another process and may be impossible,
@@ -205,6 +210,7 @@ impl CachesReport {
                 row.insert("dirty".into(), json!(usage.dirty));
                 row.insert("limit".into(), json!(usage.limit));
                 row.insert("hugetlb".into(), json!(usage.is_hugetlb));
+                row.insert("locked_by_views".into(), json!(usage.locked_by_views));
                 row.insert("shared".into(), json!(usage.shared.map(shared_word)));
                 row.insert("in_part".into(), json!(usage.is_partial));
             }

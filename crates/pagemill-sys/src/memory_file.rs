@@ -16,10 +16,13 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
 /// Setting that allows huge pages in files of [`FileSystem::Memfd`].
 const SHMEM_ENABLED_PATH: &CStr = c"/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+/// Alignment of mappings in which huge pages are possible.
+const BLOCK_ALIGN_BYTES: usize = 2 << 20;
 
 /// The file system in which a memory file lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +45,8 @@ pub struct MemoryFile {
     identity: (u64, u64),
     len_bytes: usize,
     file_system: FileSystem,
+    /// Address of [`MemoryFile::readable_mapping`]; 0 before it is created.
+    readable_mapping: AtomicUsize,
 }
 
 impl MemoryFile {
@@ -91,7 +96,7 @@ impl MemoryFile {
         retry_on_intr(|| ftruncate(&descriptor, len_bytes as u64))?;
         let identity = identity_of(&descriptor)?;
         let descriptor = AtomicI32::new(descriptor.into_raw_fd());
-        Ok(Self { descriptor, identity, len_bytes, file_system })
+        Ok(Self { descriptor, identity, len_bytes, file_system, readable_mapping: AtomicUsize::new(0) })
     }
 
     pub fn file_system(&self) -> FileSystem {
@@ -117,20 +122,37 @@ impl MemoryFile {
         unsafe { self.map_with(ProtFlags::READ | ProtFlags::WRITE, offset, len_bytes, addr) }
     }
 
-    /// As [`MemoryFile::map`], but only readable, and excluded from fork children. May be called in a signal handler.
+    /// Returns the address of a mapping of the whole file that can only be read, and that fork children do not get. The
+    /// first call creates the mapping. It exists as long as this value, and is a source for [`window::map_again`].
     ///
     /// # Errors
     ///
-    /// As [`MemoryFile::map`].
-    ///
-    /// # Safety
-    ///
-    /// As [`MemoryFile::map`].
-    pub unsafe fn map_to_read(&self, offset: usize, len_bytes: usize, addr: usize) -> io::Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.map_with(ProtFlags::READ, offset, len_bytes, addr) }?;
-        window::exclude_from_fork(addr, len_bytes);
-        Ok(())
+    /// As [`MemoryFile::map`]; `ENOMEM` if there are no addresses.
+    pub fn readable_mapping(&self, use_huge: bool) -> io::Result<usize> {
+        let known = self.readable_mapping.load(Acquire);
+        if known != 0 {
+            return Ok(known);
+        }
+        let addr = mem::reserve(self.len_bytes, BLOCK_ALIGN_BYTES, 0)?;
+        // SAFETY: the range was reserved above.
+        let mapped = unsafe { self.map_with(ProtFlags::READ, 0, self.len_bytes, addr) };
+        if mapped.is_ok() {
+            window::exclude_from_fork(addr, self.len_bytes);
+            if use_huge {
+                mem::allow_huge(addr, self.len_bytes);
+            } else {
+                mem::forbid_huge(addr, self.len_bytes);
+            }
+            if let Err(other) = self.readable_mapping.compare_exchange(0, addr, AcqRel, Acquire) {
+                // SAFETY: no other code knows the addresses.
+                unsafe { mem::unreserve(addr, self.len_bytes) };
+                return Ok(other);
+            }
+            return Ok(addr);
+        }
+        // SAFETY: as above.
+        unsafe { mem::unreserve(addr, self.len_bytes) };
+        mapped.map(|()| addr)
     }
 
     /// As [`MemoryFile::map`], with the given access.
@@ -155,8 +177,15 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Closes the descriptor; mappings stay. A fork child calls this, so that it does not keep the memory of its parent.
-    pub fn close(&self) {
+    /// In a fork child: closes the descriptor, so that the child does not keep the memory of its parent.
+    pub fn begin_child(&self) {
+        self.close();
+        // The child does not have the mapping.
+        self.readable_mapping.store(0, Relaxed);
+    }
+
+    /// Closes the descriptor; mappings stay.
+    fn close(&self) {
         let descriptor = self.descriptor.swap(-1, Relaxed);
         // SAFETY: if the number is open, the call below reads its identity; else it returns an error.
         if descriptor >= 0 && identity_of(unsafe { BorrowedFd::borrow_raw(descriptor) }).ok() == Some(self.identity) {
@@ -169,6 +198,11 @@ impl MemoryFile {
 impl Drop for MemoryFile {
     fn drop(&mut self) {
         self.close();
+        let readable = *self.readable_mapping.get_mut();
+        if readable != 0 {
+            // SAFETY: the mapping belongs to this value, whose users have ended.
+            unsafe { mem::unreserve(readable, self.len_bytes) };
+        }
     }
 }
 
@@ -228,6 +262,7 @@ fn collapse(block: usize, block_bytes: usize) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fault;
     use std::os::fd::{AsRawFd, FromRawFd};
 
     const BLOCK_BYTES: usize = 2 << 20;
@@ -268,6 +303,31 @@ mod tests {
                 assert_eq!((read.read_volatile(), written.read_volatile()), (0, 0));
                 mem::unreserve(all, 4 * BLOCK_BYTES);
                 mem::unreserve(third, BLOCK_BYTES);
+            }
+        }
+    }
+
+    /// A range of the file is mapped again from the file's mappings, also after its descriptor was closed. The copy of the
+    /// readable mapping must show the bytes and refuse writes; the copy of the other one must accept writes.
+    #[test]
+    fn a_mapping_is_mapped_again_without_a_descriptor() {
+        for file in files() {
+            let all = map(&file, 0, 4 * BLOCK_BYTES);
+            let to = mem::reserve(2 * BLOCK_BYTES, BLOCK_BYTES, 0).unwrap();
+            let readable = file.readable_mapping(true).unwrap();
+            assert_eq!(file.readable_mapping(true).unwrap(), readable);
+            file.close();
+            // SAFETY: all addresses were mapped above, and no other code knows them.
+            unsafe {
+                ((all + BLOCK_BYTES) as *mut u64).write_volatile(7);
+                window::map_again(readable + BLOCK_BYTES, BLOCK_BYTES, to).unwrap();
+                window::map_again(all + BLOCK_BYTES, BLOCK_BYTES, to + BLOCK_BYTES).unwrap();
+                assert_eq!((to as *const u64).read_volatile(), 7);
+                ((to + BLOCK_BYTES) as *mut u64).write_volatile(8);
+                assert_eq!(((to as *const u64).read_volatile(), (all as *const u64).read_volatile()), (8, 0));
+                assert!(fault::is_writable(to + BLOCK_BYTES) && !fault::is_writable(to));
+                mem::unreserve(all, 4 * BLOCK_BYTES);
+                mem::unreserve(to, 2 * BLOCK_BYTES);
             }
         }
     }

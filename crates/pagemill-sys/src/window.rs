@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // replaces mappings
 
 use crate::{file, mem};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mremap_fixed};
 use std::ffi::CStr;
 use std::io;
 
@@ -25,6 +25,69 @@ const DEFAULT_MAX_MAPPINGS: usize = 65_530;
 pub unsafe fn reserve_again(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: guaranteed by the caller.
     unsafe { mem::map(addr, len_bytes, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.map(drop)
+}
+
+/// Maps the `len_bytes` of a file that are mapped from address `from` on a second time, at `to`, in place of the existing
+/// mapping there. The new mapping has the access and the advice of the one at `from`. Needs no descriptor of the file, and
+/// may be called in a signal handler.
+///
+/// # Errors
+///
+/// `ENOMEM` if the process has reached its limit of mappings. The addresses may be unmapped then.
+///
+/// # Safety
+///
+/// `from..from + len_bytes` must be a shared mapping of a file. `to..to + len_bytes` must lie inside one reservation of
+/// the caller. Any thread that accesses that range must tolerate or handle the fault.
+pub unsafe fn map_again(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
+    // SAFETY: with an old length of 0 the mapping at `from` stays. The caller guarantees the rest.
+    unsafe { mremap_fixed(from as *mut _, 0, len_bytes, MremapFlags::MAYMOVE, to as *mut _) }?;
+    Ok(())
+}
+
+/// Moves the pages of the `len_bytes` of private memory from address `from` on to `to`, in place of the existing mapping
+/// there. Another thread sees the old mapping or the moved pages. The addresses from `from` on stay mapped, without
+/// pages. May be called in a signal handler.
+///
+/// # Errors
+///
+/// As [`map_again`].
+///
+/// # Safety
+///
+/// The caller owns both ranges, each in one mapping, and no thread accesses the range at `from`.
+pub unsafe fn move_pages(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
+    let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+    // SAFETY: guaranteed by the caller.
+    unsafe { mremap_fixed(from as *mut _, len_bytes, len_bytes, flags, to as *mut _) }?;
+    Ok(())
+}
+
+/// Maps `len_bytes` of private memory without pages, aligned to `align_bytes`. Fork children do not get the memory.
+///
+/// Ranges that [`move_pages`] moves out of it to adjacent addresses are one mapping there, if they were adjacent here.
+///
+/// # Errors
+///
+/// `ENOMEM` if there are no addresses, or if the system commits memory strictly and has too little.
+pub fn map_private(len_bytes: usize, align_bytes: usize, use_huge: bool) -> io::Result<usize> {
+    let addr = mem::reserve(len_bytes, align_bytes, 0)?;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: the range was reserved above.
+    let mapped =
+        unsafe { mem::map(addr, len_bytes, access, MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE) };
+    if let Err(error) = mapped {
+        // SAFETY: no other code knows the addresses.
+        unsafe { mem::unreserve(addr, len_bytes) };
+        return Err(error);
+    }
+    exclude_from_fork(addr, len_bytes);
+    if use_huge {
+        mem::allow_huge(addr, len_bytes);
+    } else {
+        mem::forbid_huge(addr, len_bytes);
+    }
+    Ok(addr)
 }
 
 /// Excludes the `len_bytes` from `addr` on from fork children. Returns whether the kernel accepted the advice.
@@ -57,6 +120,33 @@ mod tests {
         assert!(!fault::is_readable(addr) && fault::is_readable(addr + page));
         // SAFETY: as above.
         unsafe { mem::unreserve(addr, 2 * page) };
+    }
+
+    /// Pieces of private memory are moved to adjacent addresses, each by a call of its own. They must have their bytes
+    /// there, in one mapping.
+    #[test]
+    fn moved_pieces_are_one_mapping() {
+        let page = mem::os_page_bytes();
+        let (from, to) = (map_private(8 * page, page, false).unwrap(), mem::reserve(8 * page, page, 0).unwrap());
+        for at in [2, 1, 3, 4] {
+            // SAFETY: no other code knows the memory.
+            unsafe {
+                ((from + at * page) as *mut u8).write(at as u8);
+                move_pages(from + at * page, page, to + at * page).unwrap();
+            }
+        }
+        // SAFETY: as above.
+        let found = [1, 2, 3, 4].map(|at| unsafe { ((to + at * page) as *const u8).read() });
+        assert_eq!(found, [1, 2, 3, 4]);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let mapping = format!("{:x}-{:x} rw-p", to + page, to + 5 * page);
+        assert!(maps.contains(&mapping), "{mapping} in {maps}");
+        assert!(!fault::is_readable(to) && fault::is_readable(from + page), "the source stays mapped");
+        // SAFETY: as above.
+        unsafe {
+            mem::unreserve(from, 8 * page);
+            mem::unreserve(to, 8 * page);
+        }
     }
 
     #[test]

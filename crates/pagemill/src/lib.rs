@@ -99,7 +99,8 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 pub mod cache {
     pub use pagemill_cache::{
         Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint, Mapping,
-        Never, PageCache, Pin, Pins, Policy, Prefaulted, Queue, Reuse, SharedMemory, Source, Usage, View, Writeback,
+        Never, PageCache, Pin, Pins, Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source, Usage, View,
+        ViewMut, Writeback,
     };
 }
 

@@ -203,11 +203,6 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
-    /// Returns the offset of page `number` in the pool's memory file.
-    pub fn offset_in_memory(&self, number: u32) -> usize {
-        self.addr(number) - self.base
-    }
-
     /// Called in a fork child for each pool of its parent. [`Pool::frame_if_any`] returns no frame from then on,
     /// because the memory of these pools may not be mapped in the child.
     pub fn begin_child(&self) {

@@ -65,7 +65,7 @@ impl PoolMemory {
     /// In a fork child: releases the file, which would keep the memory of the parent.
     pub fn begin_child(&self) {
         if let Self::Shared(file) = self {
-            file.close();
+            file.begin_child();
         }
     }
 }
@@ -92,6 +92,34 @@ impl Pool {
     /// Returns the pool's memory file, if its memory is shared.
     pub fn memory_file(&self) -> Option<&MemoryFile> {
         if let PoolMemory::Shared(file) = &self.memory { Some(file) } else { None }
+    }
+
+    /// Prepares [`Pool::view_source`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if the pool's memory is not shared. [`Error::System`].
+    pub fn prepare_views(&self) -> Result<()> {
+        /// Maximum number of pages that the entries of views can name.
+        const MAX_PAGES: u64 = 1 << 30;
+        let Some(file) = self.memory_file() else {
+            return Err(Error::Unsupported { what: "views need a cache with shared memory (Source::Shared)" });
+        };
+        if self.max_bytes() >> self.page_shift > MAX_PAGES {
+            return Err(Error::Unsupported { what: "views of a cache with more than 2^30 pages; use larger pages" });
+        }
+        file.readable_mapping(self.arena.uses_huge()).map_err(Error::system("mapping shared memory")).map(drop)
+    }
+
+    /// Returns an address of the bytes of page `number` that views map again ([`pagemill_sys::window::map_again`]); the
+    /// copy has the access of that address. `None` if the memory is not shared.
+    pub fn view_source(&self, number: u32, is_writable: bool) -> Option<usize> {
+        let file = self.memory_file()?;
+        if is_writable {
+            return Some(self.addr(number));
+        }
+        // Exists already (`prepare_views`).
+        file.readable_mapping(self.arena.uses_huge()).ok().map(|base| base + self.addr(number) - self.base)
     }
 
     /// Called after a copy from page `number` that was not valid: the chunk may have been returned to the system before

@@ -52,6 +52,9 @@ pub struct Usage {
     pub small: u64,
     /// Bytes in folios that are pinned or held, and so cannot be freed now.
     pub locked: u64,
+    /// Sum of the ranges that views have locked ([`View::lock`](crate::mapping::View::lock)), a part of `huge`, `small` and
+    /// `locked`. A range that is locked twice counts twice.
+    pub locked_by_views: u64,
     /// Bytes in unused pages.
     pub free: u64,
     /// Bytes of the pages' metadata, including the eviction order.
@@ -126,6 +129,7 @@ impl Inner {
             charged: self.charged_bytes.load(Relaxed),
             limit: self.limit_bytes,
             dirty: self.dirty_bytes(),
+            locked_by_views: self.locked_by_views.load(Relaxed),
             ..Usage::of_pool(self.caches, pool, self.number as usize)
         };
         let (nodes, are_all_counted) = self.node_bytes(most_ns);

@@ -133,7 +133,7 @@ impl Mapping {
         let end = if end >= file.size_bytes() { end.max(file.max_bytes()) } else { end };
         let (first, end) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
         let folios = file.folios(first..end).filter(|found| found.first >= first && found.last() < end);
-        let evicted = folios.filter_map(|found| file.evict_at(found.first, found.value as u32));
+        let evicted = folios.filter_map(|found| file.evict_at(found.first, found.value as u32, found.order as u8));
         Ok(evicted.map(|order| file.cache.folio_bytes(order)).sum())
     }
 }

@@ -199,7 +199,7 @@ impl File {
             let index = self.pool.frame(candidate.number).owner().index;
             self.tree.prefetch_entry(index);
             self.cache.order.prefetch_ghosts(GhostKey::of(self.id, index, candidate.order));
-            let frozen = self.freeze(candidate.number).ok();
+            let frozen = self.freeze_to_evict(candidate.number, index, candidate.order);
             *folio = frozen.map(|state| FrozenFolio { index, state, is_removed: false });
         }
         if folios.iter().flatten().any(|folio| !folio.state.is_dirty()) {
@@ -250,10 +250,36 @@ impl File {
         }
     }
 
-    /// Evicts the folio at page `index` if it begins at page number `number`, is clean and not in use. Returns the
-    /// order of the evicted folio.
-    pub(crate) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
+    /// Freezes a folio of 2^`order` pages at page `index` that is to be evicted, unless it is in use, or a view has locked
+    /// its pages.
+    fn freeze_to_evict(&self, number: u32, index: u64, order: u8) -> Option<State> {
+        let pages = index..index.saturating_add(1 << order);
+        if self.is_locked_in_memory(pages.clone()) {
+            return None;
+        }
         let state = self.freeze(number).ok()?;
+        // A view may have locked the pages before the folio was frozen, and then found the folio in memory.
+        if self.is_locked_in_memory(pages) {
+            self.thaw(number);
+            return None;
+        }
+        Some(state)
+    }
+
+    /// Evicts the folio of 2^`order` pages at page `index` if it begins at page number `number`, is clean and not in use,
+    /// and no view has locked its pages. Returns the order of the evicted folio.
+    pub(crate) fn evict_at(&self, index: u64, number: u32, order: u8) -> Option<u8> {
+        let state = self.freeze_to_evict(number, index, order)?;
+        self.evict_frozen(index, number, state)
+    }
+
+    /// As [`File::evict_at`], also for pages that a view has locked.
+    pub(crate) fn evict_locked_at(&self, index: u64, number: u32) -> Option<u8> {
+        let state = self.freeze(number).ok()?;
+        self.evict_frozen(index, number, state)
+    }
+
+    fn evict_frozen(&self, index: u64, number: u32, state: State) -> Option<u8> {
         let mut writer = self.tree.lock();
         self.note_removal();
         let is_removed = remove_frozen(&mut writer, index, number, state);

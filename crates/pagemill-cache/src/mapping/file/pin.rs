@@ -360,6 +360,16 @@ impl Pin<'_> {
         }
     }
 
+    /// Returns whether the folio is dirty.
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.frame.word.load().is_dirty()
+    }
+
+    /// Returns the length of the pinned folio.
+    pub(crate) fn folio_bytes(&self) -> u64 {
+        self.file.cache.folio_bytes(self.frame.word.load().order())
+    }
+
     /// Returns the page number, first index and order of the pinned folio.
     fn place(&self) -> Place {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }

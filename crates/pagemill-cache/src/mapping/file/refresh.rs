@@ -73,7 +73,7 @@ impl File {
     fn evict_all(&self) -> Result<()> {
         let (mut at, mut timed_wait) = (0, TimedWait::new());
         while let Some(found) = { self.folios(at..Owner::MAX_INDEX).next() } {
-            if self.evict_at(found.first, found.value as u32).is_some() {
+            if self.evict_locked_at(found.first, found.value as u32).is_some() {
                 (at, timed_wait) = (found.last() + 1, TimedWait::new());
             } else {
                 // Another thread uses the folio, or the index has a different one by now.

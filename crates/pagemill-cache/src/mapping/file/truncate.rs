@@ -27,6 +27,9 @@ impl Mapping {
         file.check_writable()?;
         let _gate = file.gate.exclusive();
         if size_bytes >= file.size_bytes() {
+            if file.views.are_writable() {
+                file.zero_last_os_page()?;
+            }
             file.size_bytes.store(size_bytes, Release);
             return Ok(());
         }

@@ -38,6 +38,10 @@ impl Mapping {
             file.check_size(offset + from.len() as u64)?;
         }
         let from = &from[..(from.len() as u64).min(most) as usize];
+        if file.views.are_writable() && offset + from.len() as u64 > file.size_bytes() {
+            let _gate = file.gate.exclusive();
+            file.zero_last_os_page()?;
+        }
         in_pieces(from.len(), |done| file.write_piece(&from[done..], offset + done as u64))
     }
 

@@ -1,13 +1,14 @@
 //! Fill threads: do what a fault handler must not do, such as reading pages from a store.
 #![allow(unsafe_code)] // references to the windows of waiting fault handlers
 
+use super::pieces::Access;
 use super::window::Window;
 use pagemill_core::callback;
 use pagemill_core::error::{Error, Result};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::thread::{self, Work};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
 /// Number of requests that can wait at a time. Further fault handlers try again.
 const MAX_REQUESTS: usize = 64;
@@ -31,6 +32,7 @@ struct Request {
     state: AtomicU32,
     window: AtomicPtr<Window>,
     page: AtomicU64,
+    is_write: AtomicBool,
 }
 
 /// The requests of the process.
@@ -44,7 +46,12 @@ struct Requests {
 
 static REQUESTS: Requests = Requests {
     places: [const {
-        Request { state: AtomicU32::new(FREE), window: AtomicPtr::new(ptr::null_mut()), page: AtomicU64::new(0) }
+        Request {
+            state: AtomicU32::new(FREE),
+            window: AtomicPtr::new(ptr::null_mut()),
+            page: AtomicU64::new(0),
+            is_write: AtomicBool::new(false),
+        }
     }; MAX_REQUESTS],
     count: AtomicU32::new(0),
     threads: AtomicU32::new(0),
@@ -73,9 +80,9 @@ pub(super) fn begin_child() {
     REQUESTS.places.iter().for_each(|place| place.state.store(FREE, SeqCst));
 }
 
-/// Has a fill thread read and map the page at `addr`, and waits for it. Returns whether the access can be retried. Runs
-/// in a signal handler.
-pub(super) fn request(window: &Window, addr: usize) -> bool {
+/// Has a fill thread read the page at `addr` and map it for an access, and waits for it. Returns whether the access can be
+/// retried. Runs in a signal handler.
+pub(super) fn request(window: &Window, addr: usize, access: Access) -> bool {
     if window.offset_at(addr) >= window.file.size_bytes().next_multiple_of(pagemill_sys::mem::os_page_bytes() as u64) {
         return false;
     }
@@ -86,6 +93,7 @@ pub(super) fn request(window: &Window, addr: usize) -> bool {
     };
     place.window.store(ptr::from_ref(window).cast_mut(), SeqCst);
     place.page.store(window.page_at(addr), SeqCst);
+    place.is_write.store(access == Access::Write, SeqCst);
     place.state.store(QUEUED, SeqCst);
     REQUESTS.count.fetch_add(1, SeqCst);
     futex::wake(&REQUESTS.count, 1, Scope::Private);
@@ -114,7 +122,8 @@ impl Work for Requests {
             // A panic of a store or policy counts as a failure.
             let mut state = FAILED;
             callback::catch_panic(|| {
-                state = match window.fill(place.page.load(SeqCst)) {
+                let access = if place.is_write.load(SeqCst) { Access::Write } else { Access::Read };
+                state = match window.fill(place.page.load(SeqCst), access) {
                     // Another thread holds the page for long, so the access is tried again.
                     Ok(_) | Err(Error::Busy { .. }) => DONE,
                     Err(Error::PastEnd { .. }) => FAILED,

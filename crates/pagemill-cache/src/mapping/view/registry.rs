@@ -1,10 +1,11 @@
 //! The table of all windows of the process, in which the fault handler finds the window of an address.
 #![allow(unsafe_code)] // references to windows that the table names
 
-use super::fill;
-use super::window::{self, Mapped, Window};
+use super::pieces::{Access, Mapped, Mapper};
+use super::window::{Window, Writes};
+use super::{entry, fill};
 use pagemill_core::error::{Error, Result};
-use pagemill_sys::fault::{self, Access, Fault, Verdict};
+use pagemill_sys::fault::{self, Fault, Verdict};
 use pagemill_sys::thread;
 use std::ptr;
 use std::sync::Arc;
@@ -71,10 +72,10 @@ pub(crate) fn begin_child() {
         slot.is_taken.store(0, SeqCst);
     }
     fill::begin_child();
-    window::begin_child();
+    entry::begin_child();
 }
 
-/// Unmaps `count` pages of each window, so that other pages can be mapped.
+/// Unmaps `count` pieces of the windows or more, so that other pages can be mapped.
 pub(super) fn unmap_some(count: usize) {
     for slot in &SLOTS[..USED_SLOTS.load(SeqCst)] {
         slot.users.fetch_add(1, SeqCst);
@@ -106,16 +107,22 @@ pub(super) fn resolve_fault(fault: &Fault) -> Verdict {
     Verdict::Program
 }
 
-fn resolve(window: &Window, addr: usize, access: Option<Access>) -> Verdict {
-    // A view is read-only. Where the kind of access is unknown, an access that fails on a readable page is a write.
-    let is_read = access.map_or_else(|| !fault::is_readable(addr), |access| access == Access::Read);
-    if !is_read {
+fn resolve(window: &Window, addr: usize, access: Option<fault::Access>) -> Verdict {
+    let access = match access {
+        Some(fault::Access::Fetch) => return Verdict::Program,
+        Some(fault::Access::Read) => Access::Read,
+        Some(fault::Access::Write) => Access::Write,
+        // Where the kind of access is unknown, an access that fails on a readable page is a write.
+        None if fault::is_readable(addr) => Access::Write,
+        None => Access::Read,
+    };
+    if access == Access::Write && window.writes == Writes::Refused {
         return Verdict::Program;
     }
-    match window.try_map(window.offset_at(addr)) {
+    match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
         Mapped::Yes => Verdict::Resolved,
         Mapped::Busy => Verdict::Again,
-        Mapped::No if fill::request(window, addr) => Verdict::Resolved,
+        Mapped::No if fill::request(window, addr, access) => Verdict::Resolved,
         Mapped::No => Verdict::Purged,
     }
 }

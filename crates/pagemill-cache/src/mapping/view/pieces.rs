@@ -1,0 +1,386 @@
+//! Mapping and unmapping of folios in windows.
+#![allow(unsafe_code)] // maps and copies pages
+
+use super::entry::{self, BLOCK_ENTRIES, Entry};
+use super::registry;
+use super::window::{Window, Writes};
+use crate::folio::Frame;
+use crate::folio::word::Kind;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::Backoff;
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_sys::fault::AllSignalsBlocked;
+use pagemill_sys::{mem, window};
+use std::ops::Range;
+use std::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst, fence};
+
+/// Maximum number of attempts to map a page that was read into memory. The page may be evicted before it is mapped.
+const MAX_FILL_ATTEMPTS: usize = 64;
+
+/// Maximum number of small folios that are mapped together: the folio of an access, and those behind it whose memory
+/// directly follows.
+const MAX_MAPPED_TOGETHER: usize = 16;
+
+/// Maximum number of entries that are unmapped together.
+const MAX_UNMAPPED_TOGETHER: usize = 64;
+
+/// The access for which a page is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    Read,
+    Write,
+}
+
+/// The thread that maps a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mapper {
+    /// The faulting thread, in the fault handler. It may neither allocate nor wait for locks of the cache.
+    Handler,
+    /// A thread outside of the fault handler. It has pinned the folio.
+    Filler,
+}
+
+/// Result of mapping a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mapped {
+    Yes,
+    /// Another thread changes the entry.
+    Busy,
+    /// The page is not in memory, or [`Window::fill`] is needed for another reason.
+    No,
+}
+
+/// Which pages an unmapping includes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unmap {
+    /// All pages: the file loses them.
+    Always,
+    /// Not those of a [`Prefaulted`](super::Prefaulted), which count as pinned.
+    UnlessKept,
+}
+
+impl Window {
+    /// Maps the folio of the page with the byte at `offset` of the file, if it is in memory. All signals are blocked,
+    /// because a handler of the program could access the page, and would then wait for the entry.
+    pub fn try_map(&self, offset: u64, access: Access, mapper: Mapper) -> Mapped {
+        let page = self.file.index_of(offset);
+        let at = self.at(page);
+        let Some(seen) = self.entries.claim(at) else { return Mapped::Busy };
+        // Orders the claim before the look-up and the load of the file's length (`unmap`).
+        fence(SeqCst);
+        if self.is_own(page) {
+            self.entries.release(at, seen, seen);
+            return Mapped::Yes;
+        }
+        let is_inside = offset < self.end_of_file();
+        let number = seen.number().map_or_else(|| if is_inside { self.pin(page, mapper) } else { Err(None) }, Ok);
+        let (Ok(number) | Err(Some(number))) = number else {
+            self.entries.release(at, seen, Entry::EMPTY);
+            return Mapped::No;
+        };
+        let frame = self.file.pool.frame(number);
+        let state = frame.word.load();
+        let is_right = is_inside && state.kind() == Kind::Live && self.file.has_page_in(frame, page, state.order());
+        let copies = access == Access::Write && self.writes == Writes::Private;
+        let mut together = Together::new(page, number);
+        let is_mapped = is_right
+            && if copies {
+                let first = page >> state.order() << state.order();
+                self.copy_page(page, self.file.pool.addr(number) + self.file.offset_of(page - first) as usize)
+            } else {
+                self.is_ready(frame, access) && {
+                    let is_writable = self.is_mapped_writable(access);
+                    if seen == Entry::EMPTY && state.order() == 0 {
+                        self.claim_following(&mut together, is_writable, mapper);
+                    }
+                    self.map_piece(&together, offset, state.order(), is_writable)
+                }
+            };
+        // The entry keeps the pin also of a wrong folio: ending a pin may free the folio, which needs a lock. An entry
+        // whose page was copied is no piece.
+        self.entries.release(at, seen, Entry::of(number, copies && is_mapped));
+        for more in 1..together.count {
+            self.entries.release(at + more, Entry::EMPTY, Entry::of(number + more as u32, is_mapped));
+        }
+        if seen != Entry::EMPTY && is_mapped {
+            self.entries.separate(at + 1);
+        }
+        if mapper == Mapper::Filler && is_mapped {
+            self.note_uses(&together);
+        }
+        if is_mapped { Mapped::Yes } else { Mapped::No }
+    }
+
+    /// Returns the end of the last OS page of the file.
+    fn end_of_file(&self) -> u64 {
+        self.file.size_bytes().next_multiple_of(mem::os_page_bytes() as u64)
+    }
+
+    /// Returns whether a page is mapped writable for an access. In a file without a store, each access makes a page of a
+    /// writable view writable, because a dirty page costs nothing there.
+    fn is_mapped_writable(&self, access: Access) -> bool {
+        self.writes == Writes::Shared && (access == Access::Write || self.file.dirty.is_none())
+    }
+
+    /// Returns whether a pinned folio can be mapped for an access. Before a folio is mapped writable, it must be dirty. It
+    /// stays dirty until it is unmapped, because its entry has a pin.
+    fn is_ready(&self, frame: &Frame, access: Access) -> bool {
+        if !self.is_mapped_writable(access) || frame.word.load().is_dirty() {
+            return true;
+        }
+        if self.file.dirty.is_none() {
+            frame.word.set_dirty();
+            return true;
+        }
+        false
+    }
+
+    /// Pins the folio of a page. Returns `Err(None)` if it is not in memory, and `Err` with its number if the pinned
+    /// folio is that of another page by now.
+    fn pin(&self, page: u64, mapper: Mapper) -> std::result::Result<u32, Option<u32>> {
+        let Some((found, frame)) = self.file.hint(page) else { return Err(None) };
+        // The first use of a page that was read ahead may start further readahead, which allocates.
+        let is_refused = mapper == Mapper::Handler && self.file.store.is_some() && frame.word.load().is_prefetched();
+        if is_refused || frame.word.pin().is_err() {
+            return Err(None);
+        }
+        if !self.file.has_page_in(frame, page, frame.word.load().order()) {
+            return Err(Some(found.value as u32));
+        }
+        if self.file.store.is_some() && mapper == Mapper::Handler {
+            let _ = frame.word.note_use();
+        }
+        Ok(found.value as u32)
+    }
+
+    /// Claims the entries behind a page, and pins their folios, as long as they are small folios in memory, and directly
+    /// follow in the pool.
+    fn claim_following(&self, together: &mut Together, is_writable: bool, mapper: Mapper) {
+        let max = MAX_MAPPED_TOGETHER.min(BLOCK_BYTES / self.file.page_bytes());
+        let end = self.pages().end.min(self.file.size_bytes().div_ceil(self.file.page_bytes() as u64));
+        while together.count < max && together.end() < end {
+            let (page, number) = (together.end(), together.number + together.count as u32);
+            // Checked before the claim, so that an entry never has the pin of a wrong folio.
+            let is_next = |frame: &Frame| {
+                let state = frame.word.load();
+                state.kind() == Kind::Live
+                    && state.order() == 0
+                    && self.file.has_page_in(frame, page, 0)
+                    && !(mapper == Mapper::Handler && self.file.store.is_some() && state.is_prefetched())
+            };
+            let frame = self.file.pool.frame_if_any(u64::from(number));
+            let Some(frame) = frame.filter(|frame| is_next(frame)) else { return };
+            let at = self.at(page);
+            if self.is_own(page) || !self.entries.claim_empty(at) {
+                return;
+            }
+            fence(SeqCst);
+            let is_in_index = || self.file.hint(page).is_some_and(|(found, _)| found.value == u64::from(number));
+            if !is_in_index() || frame.word.pin().is_err() {
+                return self.entries.release(at, Entry::EMPTY, Entry::EMPTY);
+            }
+            together.count += 1;
+            if !is_next(frame) || is_writable && !self.is_ready(frame, Access::Write) {
+                // The folio was removed meanwhile, so its entry keeps the pin, and the page is not mapped.
+                together.count -= 1;
+                return self.entries.release(at, Entry::EMPTY, Entry::of(number, false));
+            }
+        }
+    }
+
+    /// Maps pinned folios of 2^`order` pages, as far as they lie in the window and before the end of the file's last OS
+    /// page. Returns whether the byte at `offset` is mapped.
+    fn map_piece(&self, together: &Together, offset: u64, order: u8, is_writable: bool) -> bool {
+        if entry::pieces() >= entry::max_pieces() {
+            return false;
+        }
+        let page = together.page;
+        let first = page >> order << order;
+        let pages = first.max(self.first_page)..(first + (1 << order)).max(together.end()).min(self.pages().end);
+        let end_of_file = self.end_of_file();
+        self.with_shared_pages(page, pages, |pages| {
+            let bytes = self.bytes_of(pages);
+            let bytes = bytes.start..bytes.end.min(end_of_file);
+            let Some(source) = self.file.pool.view_source(together.number, is_writable) else { return false };
+            if !bytes.contains(&offset) {
+                return false;
+            }
+            let source = source + (bytes.start - self.file.offset_of(first)) as usize;
+            let (to, len_bytes) = (self.addr_of(bytes.start), (bytes.end - bytes.start) as usize);
+            // SAFETY: the addresses lie in the window, whose pages are accessed only through mappings. The source is a
+            // mapping of the pool's memory.
+            let is_mapped = unsafe { window::map_again(source, len_bytes, to) }.is_ok();
+            if !is_mapped {
+                // The addresses may have lost their reservation.
+                Self::reserve_again(&(to..to + len_bytes), &(to..to + len_bytes));
+            }
+            is_mapped
+        })
+    }
+
+    /// Records the use of folios that were mapped together with that of an access.
+    fn note_uses(&self, together: &Together) {
+        for more in 1..together.count {
+            let offset = self.file.offset_of(together.page + more as u64);
+            self.file.note_use(self.file.pool.frame(together.number + more as u32), offset, 1);
+        }
+    }
+
+    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio.
+    ///
+    /// # Errors
+    ///
+    /// As [`crate::mapping::Mapping::pin`]. For a write also as [`crate::mapping::Mapping::write_at`].
+    /// [`Error::PastEnd`] behind the end of the file. [`Error::TooMany`] if all mappings are those of prefaulted pages and
+    /// of pages that belong to private views.
+    pub fn fill(&self, page: u64, access: Access) -> Result<u64> {
+        let file = &self.file;
+        let offset = file.offset_of(page).max(self.offset);
+        let mut backoff = Backoff::new();
+        for attempt in 0..MAX_FILL_ATTEMPTS {
+            if self.is_own(page) {
+                return Ok(page + 1);
+            }
+            let size_bytes = file.size_bytes();
+            if offset >= size_bytes {
+                return Err(Error::PastEnd { offset, size_bytes });
+            }
+            // The pin keeps the page in memory until it is mapped, and counts as its use.
+            let mut pin = file.pin_for_view(offset)?;
+            if access == Access::Write && self.writes == Writes::Shared && file.dirty.is_some() && !pin.is_dirty() {
+                if file.must_wait(pin.folio_bytes()) {
+                    drop(pin);
+                    file.throttle()?;
+                    pin = file.pin_for_view(offset)?;
+                }
+                pin.set_dirty();
+            }
+            let blocked = AllSignalsBlocked::begin();
+            let mapped = self.try_map(offset, access, Mapper::Filler);
+            let end = file.index_of(offset + pin.len_bytes() as u64 - 1) + 1;
+            drop(blocked);
+            match mapped {
+                Mapped::Yes => return Ok(if self.is_own(page) { page + 1 } else { end }),
+                Mapped::No => {
+                    // The entry may have a folio that was removed from the file. Or there are too many mappings.
+                    self.unmap(page..page + 1, Unmap::Always);
+                    let most = entry::max_pieces();
+                    if entry::pieces() >= most || attempt > 0 {
+                        registry::unmap_some(most / 8);
+                    }
+                    if entry::pieces() >= most {
+                        return Err(Error::TooMany { what: "mappings of views", most });
+                    }
+                }
+                Mapped::Busy => {}
+            }
+            drop(pin);
+            backoff.pause();
+        }
+        Err(Error::Busy { what: "the page cannot be mapped" })
+    }
+
+    /// Unmaps pages, and ends the pins of their entries. Waits for threads that are changing one of the entries.
+    pub fn unmap(&self, pages: Range<u64>, how: Unmap) {
+        let _blocked = AllSignalsBlocked::begin();
+        // Orders the removal of a folio, or the change of the file's length, before the loads of entries (`try_map`).
+        fence(SeqCst);
+        let (mut page, end) = (pages.start.max(self.first_page), pages.end.min(self.pages().end));
+        while page < end {
+            if self.entries.is_block_empty(self.at(page)) {
+                // Continues with the next block.
+                page = self.first_page + (self.at(page) / BLOCK_ENTRIES * BLOCK_ENTRIES + BLOCK_ENTRIES) as u64;
+                continue;
+            }
+            page = self.unmap_run(page..end, how);
+        }
+    }
+
+    /// Unmaps `count` pieces or more, from the page on where the last call ended, or all pages.
+    pub fn unmap_next(&self, count: usize) {
+        let target = entry::pieces().saturating_sub(count);
+        let len = self.entries.count().next_multiple_of(BLOCK_ENTRIES) as u64;
+        for _ in 0..len / BLOCK_ENTRIES as u64 {
+            if entry::pieces() <= target {
+                return;
+            }
+            let at = self.hand.fetch_add(BLOCK_ENTRIES as u64, Relaxed) % len;
+            self.unmap(self.first_page + at..self.first_page + at + BLOCK_ENTRIES as u64, Unmap::UnlessKept);
+        }
+    }
+
+    /// Unmaps the first page of `pages`, and those behind it that can be unmapped by the same call. Returns the page behind
+    /// them.
+    fn unmap_run(&self, pages: Range<u64>, how: Unmap) -> u64 {
+        let first = self.at(pages.start);
+        let Some(seen) = self.entries.claim_used(first) else { return pages.start + 1 };
+        let Some(number) = seen.number() else { return pages.start + 1 };
+        let order = self.file.pool.word(number).load().order();
+        let begin = pages.start >> order << order;
+        let mut end = begin + (1 << order);
+        // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of the
+        // whole folio, so one kept page keeps all.
+        if how == Unmap::UnlessKept && self.is_kept(begin..end) {
+            self.entries.release(first, seen, seen);
+            return pages.start + 1;
+        }
+        let (mut run, mut count) = ([Entry::EMPTY; MAX_UNMAPPED_TOGETHER], 1);
+        run[0] = seen;
+        // Only the first claim waits for another thread, so no two threads wait for each other.
+        while order == 0 && count < run.len() && end < pages.end {
+            let Some(next) = self.entries.claim(self.at(end)) else { break };
+            let is_small = next.number().is_some_and(|number| self.file.pool.word(number).load().order() == 0);
+            if !is_small || how == Unmap::UnlessKept && self.is_kept(end..end + 1) {
+                self.entries.release(self.at(end), next, next);
+                break;
+            }
+            (run[count], count, end) = (next, count + 1, end + 1);
+        }
+        self.unmap_shared_pages(begin.max(self.first_page)..end.min(self.pages().end));
+        for (more, seen) in run[..count].iter().enumerate() {
+            self.entries.release(first + more, *seen, Entry::EMPTY);
+        }
+        self.entries.separate(first + count);
+        let numbers = run[..count].iter().filter_map(|seen| seen.number());
+        numbers.for_each(|number| self.file.cache.unpin(number));
+        pages.start + count as u64
+    }
+
+    fn is_kept(&self, pages: Range<u64>) -> bool {
+        self.kept.with(|kept| kept.iter().any(|kept| kept.start < pages.end && kept.end > pages.start))
+    }
+
+    /// Unmaps all pages. Called once, when no other thread uses the window.
+    pub fn unmap_all(&self) {
+        let _blocked = AllSignalsBlocked::begin();
+        let all = self.addr..self.addr + self.len_bytes;
+        Self::reserve_again(&all, &all);
+        self.forget_own_pages();
+        for at in (0..self.entries.count()).step_by(BLOCK_ENTRIES).filter(|at| !self.entries.is_block_empty(*at)) {
+            for at in at..(at + BLOCK_ENTRIES).min(self.entries.count()) {
+                let Some(seen) = self.entries.claim_used(at) else { continue };
+                self.entries.release(at, seen, Entry::EMPTY);
+                seen.number().into_iter().for_each(|number| self.file.cache.unpin(number));
+            }
+        }
+    }
+}
+
+/// Small folios that are mapped together: their pages follow each other in the file and in the pool.
+struct Together {
+    page: u64,
+    /// Number of the first folio in the pool.
+    number: u32,
+    count: usize,
+}
+
+impl Together {
+    fn new(page: u64, number: u32) -> Self {
+        Self { page, number, count: 1 }
+    }
+
+    /// Returns the page behind the last folio.
+    fn end(&self) -> u64 {
+        self.page + self.count as u64
+    }
+}
