@@ -23,8 +23,8 @@ mod test_process;
 pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
 #[cfg(not(loom))]
 pub use mapping::{
-    Advice, Builder, Caches, Cursor, Exclusive, Fetch, Fetched, FolioHint, Holder, Mapping, PageCache, Pin, Pins,
-    Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source, Usage, View, ViewMut, Writeback,
+    Advice, Builder, Bytes, Caches, Cursor, Exclusive, Fetch, Fetched, FolioHint, Holder, Mapping, PageCache, Pin,
+    Pins, Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source, Usage, View, ViewMut, Writeback,
     ask_for_caches,
 };
 #[cfg(not(loom))]

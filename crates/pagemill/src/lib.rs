@@ -98,9 +98,9 @@ pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 /// ```
 pub mod cache {
     pub use pagemill_cache::{
-        Advice, Always, Ask, Auto, Builder, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint, Mapping,
-        Never, PageCache, Pin, Pins, Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source, Usage, View,
-        ViewMut, Writeback,
+        Advice, Always, Ask, Auto, Builder, Bytes, Cause, Choice, Cursor, Exclusive, Fetch, Fetched, FolioHint,
+        Mapping, Never, PageCache, Pin, Pins, Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source,
+        Usage, View, ViewMut, Writeback,
     };
 }
 

@@ -374,6 +374,46 @@ fn system_calls_can_write_to_prefaulted_ranges() {
     assert_file(&file, &expected);
 }
 
+/// Bytes of a view are borrowed as a slice. All calls that change the file must fail until the guards are dropped; reads
+/// and pins must work, and no memory of the range may be evicted.
+#[test]
+fn borrowed_bytes_do_not_change() {
+    let cache = cache(Box::new(Never), 4 * MIB);
+    let store = Arc::new(MemoryStore::new(bytes(16 * MIB), 512));
+    let file = cache.open(store).unwrap();
+    let view = file.view(PAGE_BYTES as u64..16 * MIB as u64).unwrap();
+    let expected = bytes(2 * MIB);
+    let borrowed = view.bytes(0..MIB).unwrap();
+    let (other, pin) = (view.bytes(500..600).unwrap(), file.pin(PAGE_BYTES as u64).unwrap());
+    let mut buffer = vec![0; 16 * MIB];
+    file.read_at(&mut buffer, 0).unwrap();
+    assert_same(&borrowed, &expected[PAGE_BYTES..PAGE_BYTES + MIB]);
+    assert_eq!(&*other, &expected[PAGE_BYTES + 500..PAGE_BYTES + 600]);
+    let is_busy = |result: Result<(), Error>| matches!(result, Err(Error::Busy { .. }));
+    assert!(is_busy(file.write_at(&[1], 8 * MIB as u64).map(drop)) && is_busy(pin.write_at(&[1], 0)));
+    assert!(is_busy(file.truncate(0)) && is_busy(file.truncate(20 * MIB as u64)) && is_busy(file.refresh()));
+    assert!(is_busy(file.zero_range(0, 100)) && is_busy(file.hold(9 * MIB as u64).map(drop)));
+    assert!(is_busy(file.view_mut(0..MIB as u64).map(drop)));
+    drop((borrowed, pin));
+    assert!(is_busy(file.write_at(&[1], 0).map(drop)), "one guard is left");
+    drop(other);
+    file.write_at(&[1], 0).unwrap();
+    let writable = file.view_mut(0..MIB as u64).unwrap();
+    assert!(is_busy(view.bytes(0..100).map(drop)));
+    drop(writable);
+    assert!(matches!(view.bytes(16 * MIB - PAGE_BYTES..16 * MIB), Err(Error::PastEnd { .. })));
+    file.truncate(10 * MIB as u64).unwrap();
+    assert!(matches!(view.bytes(10 * MIB - 5000..10 * MIB), Err(Error::PastEnd { .. })));
+
+    let mut private = file.view_private(0..MIB as u64).unwrap();
+    assert!(matches!(private.bytes(0..10), Err(Error::Unsupported { .. })));
+    let own = private.bytes_mut(4000..4200).unwrap();
+    assert_eq!(own, &expected[4000..4200]);
+    own.fill(3);
+    assert_eq!(private.copied_bytes(), 2 * PAGE_BYTES as u64);
+    assert_view(&private, 3999, &[&expected[3999..4000], &[3; 200], &expected[4200..4210]].concat());
+}
+
 /// Half of a small cache is locked. The locked pages must stay in memory while other pages are read, and must be written
 /// back while they are locked. After `unlock` they must be evictable.
 #[test]

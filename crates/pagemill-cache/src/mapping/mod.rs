@@ -62,7 +62,7 @@ pub use file::cursor::Cursor;
 pub use file::hint::FolioHint;
 pub use file::pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
-pub use view::{Prefaulted, PrivateView, View, ViewMut};
+pub use view::{Bytes, Prefaulted, PrivateView, View, ViewMut};
 pub use writeback::flush::Writeback;
 
 use crate::folio::{Owner, Pool};

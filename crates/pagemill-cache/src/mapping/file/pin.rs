@@ -148,6 +148,7 @@ impl Mapping {
             let number = hit.value() as u32;
             // The gate is held shared, because a truncation, which holds it exclusively, relies on no new holds.
             let gate = file.gate.shared();
+            file.check_not_borrowed()?;
             match file.hold_folio(number) {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
@@ -311,6 +312,7 @@ impl Pin<'_> {
         // Bytes behind the end must read zero when the file grows, so writes stop at the end. The gate prevents that
         // the file shrinks meanwhile.
         let _gate = self.file.gate.shared();
+        self.file.check_not_borrowed()?;
         let begin = self.file.offset_of(self.frame.owner().index) + self.at() as u64;
         let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {

@@ -13,7 +13,8 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::BadOffset`]. [`Error::Busy`] if a folio is held for a second, perhaps after a part was removed.
+    /// [`Error::BadOffset`]. [`Error::Busy`] if a folio is held for a second, perhaps after a part was removed, or
+    /// while [`crate::mapping::View::bytes`] borrows bytes of the file.
     /// [`Error::Unsupported`] for a file with a store, which cannot keep holes: use [`Mapping::zero_range`].
     pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let file = &*self.0;
@@ -22,6 +23,7 @@ impl Mapping {
             return Err(Error::Unsupported { what: "a store keeps no holes" });
         }
         let _gate = file.gate.exclusive();
+        file.check_not_borrowed()?;
         let end = (offset + len_bytes).min(file.size_bytes().next_multiple_of(file.page_bytes() as u64));
         if offset >= end {
             return Ok(0);

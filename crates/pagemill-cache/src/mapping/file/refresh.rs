@@ -21,7 +21,8 @@ impl Mapping {
     ///
     /// [`Error::WrongState`] if the file has changes that are not synced; nothing has changed then. [`Error::Busy`] if
     /// a folio is pinned or held for a second; the file then has the store's length, but that folio and the folios
-    /// behind it keep their bytes. [`Error::Busy`] also if writes in flight do not complete (see [`Mapping::sync`]).
+    /// behind it keep their bytes. [`Error::Busy`] also while [`crate::mapping::View::bytes`] borrows bytes of the file, and
+    /// if writes in flight do not complete (see [`Mapping::sync`]).
     /// [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
     pub fn refresh(&self) -> Result<()> {
         let file = &*self.0;
@@ -30,6 +31,7 @@ impl Mapping {
         // Takes the gate, which stops writers, before the sync lock. A thread that writes back must not wait for the
         // gate, because threads that hold the gate wait for writeback.
         let _gate = file.gate.exclusive();
+        file.check_not_borrowed()?;
         let _sync = file.syncing.lock();
         file.await_in_flight()?;
         let size_bytes = store.size_bytes().map_err(failed("getting the size of a file"))?;

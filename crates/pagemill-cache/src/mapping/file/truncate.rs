@@ -18,7 +18,8 @@ impl Mapping {
     /// # Errors
     ///
     /// [`pagemill_core::Error::FileTooLarge`], [`pagemill_core::Error::BadOffset`], [`pagemill_core::Error::ReadOnly`].
-    /// [`pagemill_core::Error::Busy`] if the folio at the new end is held for a second. The file is unchanged after an
+    /// [`pagemill_core::Error::Busy`] if the folio at the new end is held for a second, or while
+    /// [`crate::mapping::View::bytes`] borrows bytes of the file. The file is unchanged after an
     /// error.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         let file = &*self.0;
@@ -26,6 +27,7 @@ impl Mapping {
         file.check_size(size_bytes)?;
         file.check_writable()?;
         let _gate = file.gate.exclusive();
+        file.check_not_borrowed()?;
         if size_bytes >= file.size_bytes() {
             if file.views.are_writable() {
                 file.zero_last_os_page()?;

@@ -23,7 +23,8 @@ impl Mapping {
     ///
     /// If nothing was written: [`pagemill_core::Error::NoMemory`] over the limit; the error contains the amounts.
     /// [`pagemill_core::Error::BadOffset`] past 2^63, [`pagemill_core::Error::FileTooLarge`].
-    /// [`pagemill_core::Error::Busy`] if a folio is held for a second. [`pagemill_core::Error::Store`], also if too
+    /// [`pagemill_core::Error::Busy`] if a folio is held for a second, or while [`crate::mapping::View::bytes`] borrows
+    /// bytes of the file. [`pagemill_core::Error::Store`], also if too
     /// much is dirty and the store fails or does not complete writes ([`crate::mapping::Writeback`]).
     /// [`pagemill_core::Error::ReadOnly`] if the store is read-only.
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
@@ -40,6 +41,7 @@ impl Mapping {
         let from = &from[..(from.len() as u64).min(most) as usize];
         if file.views.are_writable() && offset + from.len() as u64 > file.size_bytes() {
             let _gate = file.gate.exclusive();
+            file.check_not_borrowed()?;
             file.zero_last_os_page()?;
         }
         in_pieces(from.len(), |done| file.write_piece(&from[done..], offset + done as u64))
@@ -62,6 +64,7 @@ impl File {
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
         {
             let _gate = self.gate.shared();
+            self.check_not_borrowed()?;
             let index = self.index_of(offset);
             loop {
                 if let Some(place) = self.pin_page(index)? {
@@ -112,6 +115,7 @@ impl File {
     fn write_piece_throttled(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
         let _gate = self.gate.shared();
+        self.check_not_borrowed()?;
         loop {
             if let Some(place) = self.pin_page(self.index_of(offset))? {
                 self.make_dirty(&place);

@@ -9,7 +9,7 @@ impl Mapping {
     /// # Errors
     ///
     /// [`pagemill_core::Error::BadOffset`]. [`pagemill_core::Error::Busy`] if a folio is held for a second, perhaps
-    /// after a part was zeroed. For a file with a store also errors of reading the store, and
+    /// after a part was zeroed, or while [`crate::mapping::View::bytes`] borrows bytes of the file. For a file with a store also errors of reading the store, and
     /// [`pagemill_core::Error::NoMemory`]. [`pagemill_core::Error::ReadOnly`].
     pub fn zero_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &*self.0;
@@ -26,6 +26,7 @@ impl Mapping {
                 file.throttle()?;
             }
             let _gate = file.gate.exclusive();
+            file.check_not_borrowed()?;
             file.zero_present(at, step_end.min(file.size_bytes()))?;
             at = step_end;
         }

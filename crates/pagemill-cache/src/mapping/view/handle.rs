@@ -3,7 +3,7 @@
 
 use super::pieces::Access;
 use super::window::{Window, Writes};
-use super::{fill, registry};
+use super::{BORROWED, fill, registry};
 use crate::mapping::Mapping;
 use pagemill_core::error::{Error, Result};
 use pagemill_sys::fault::{self, AllSignalsBlocked};
@@ -127,7 +127,8 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// As [`Mapping::view`]. [`Error::ReadOnly`] if the store is read-only.
+    /// As [`Mapping::view`]. [`Error::ReadOnly`] if the store is read-only. [`Error::Busy`] while [`View::bytes`] borrows
+    /// bytes of the file.
     pub fn view_mut(&self, range: Range<u64>) -> Result<ViewMut> {
         self.0.check_writable()?;
         self.view_with(range, Writes::Shared).map(ViewMut)
@@ -142,6 +143,7 @@ impl Mapping {
         self.view_with(range, Writes::Private).map(PrivateView)
     }
 
+    /// Creates a view of a range.
     fn view_with(&self, range: Range<u64>, writes: Writes) -> Result<View> {
         let file = &self.0;
         let len_bytes = range.end.saturating_sub(range.start);
@@ -154,7 +156,15 @@ impl Mapping {
         fault::install(registry::resolve_fault).map_err(Error::system("installing the fault handler"))?;
         let window = Arc::new(Window::new(file.clone(), range, writes)?);
         registry::add(&window)?;
-        file.views.add(&window);
+        {
+            // A writable view and borrowed bytes exclude each other.
+            let _gate = file.gate.exclusive();
+            if writes == Writes::Shared && file.check_not_borrowed().is_err() {
+                registry::remove(&window);
+                return Err(BORROWED);
+            }
+            file.views.add(&window);
+        }
         file.pool.view_count.fetch_add(1, SeqCst);
         Ok(View { window, file: self.clone() })
     }
@@ -203,6 +213,34 @@ impl View {
         }
         self.fill(pages, access)?;
         Ok(prefaulted)
+    }
+
+    /// Reads a range into memory, maps it, and returns a guard that borrows its bytes as a slice. While the guard exists,
+    /// the file cannot change: writes, truncations, holds and [`Mapping::refresh`] fail with [`Error::Busy`]. Reads, pins,
+    /// and other guards are possible.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::prefault`]. [`Error::Busy`] while the file has a [`ViewMut`]. [`Error::Unsupported`] for a
+    /// [`PrivateView`]: use [`PrivateView::bytes_mut`].
+    pub fn bytes(&self, range: Range<usize>) -> Result<Bytes<'_>> {
+        let file = &self.window.file;
+        if self.window.writes == Writes::Private {
+            return Err(Error::Unsupported { what: "borrowing bytes of a private view; use bytes_mut" });
+        }
+        let prefaulted = self.prefault(range.clone())?;
+        // Waits for writes that have begun. Later ones see that the bytes are borrowed.
+        let _gate = file.gate.exclusive();
+        if file.views.are_writable() {
+            return Err(Error::Busy { what: "the file has a view that can be written" });
+        }
+        // A truncation may have removed pages since they were prefaulted.
+        let (end, size_bytes) = (self.window.offset + range.end as u64, file.size_bytes());
+        if end > size_bytes {
+            return Err(Error::PastEnd { offset: end, size_bytes });
+        }
+        file.views.0.get().into_iter().for_each(|windows| _ = windows.borrowed.fetch_add(1, SeqCst));
+        Ok(Bytes { prefaulted, range })
     }
 
     /// Reads a range into memory, and keeps it there until [`View::unlock`] is called as often with the same range, or
@@ -355,6 +393,18 @@ writable_view!(ViewMut);
 writable_view!(PrivateView);
 
 impl PrivateView {
+    /// Copies all pages of a range into memory of the view, as a write would, and returns the bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::prefault`].
+    pub fn bytes_mut(&mut self, range: Range<usize>) -> Result<&mut [u8]> {
+        drop(self.prefault_mut(range.clone())?);
+        // SAFETY: all pages of the range belong to the view from here on, and stay mapped until it is dropped. The view is
+        // borrowed uniquely, and no other code accesses its memory.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().add(range.start), range.len()) })
+    }
+
     /// Returns the bytes of the pages that belong to the view.
     pub fn copied_bytes(&self) -> u64 {
         let window = &self.0.window;
@@ -381,6 +431,54 @@ impl Drop for View {
         self.window.file.views.remove(&self.window);
         self.window.file.pool.view_count.fetch_sub(1, SeqCst);
         self.window.unmap_all();
+    }
+}
+
+/// Bytes of a view, which do not change while this guard exists ([`View::bytes`]).
+///
+/// ```
+/// use pagemill::PageCache;
+/// use pagemill::cache::Source;
+///
+/// let cache = PageCache::builder("text").limit(64 << 20).source(Source::Shared).build()?;
+/// let file = cache.create()?;
+/// file.write_at(b"one two three", 0)?;
+/// let view = file.view(0..4096)?;
+/// let bytes = view.bytes(0..13)?;
+/// assert_eq!(bytes.split(|byte| *byte == b' ').count(), 3);
+/// assert!(file.write_at(b"four", 0).is_err()); // until the guard is dropped
+/// drop(bytes);
+/// file.write_at(b"four", 0)?;
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the bytes can be accessed only while this exists"]
+pub struct Bytes<'view> {
+    prefaulted: Prefaulted<'view>,
+    range: Range<usize>,
+}
+
+impl Deref for Bytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let addr = self.prefaulted.view.as_ptr().wrapping_add(self.range.start);
+        // SAFETY: the pages are mapped, or mapped again by the fault handler. The file does not change while this guard
+        // exists.
+        unsafe { std::slice::from_raw_parts(addr, self.range.len()) }
+    }
+}
+
+impl AsRef<[u8]> for Bytes<'_> {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Drop for Bytes<'_> {
+    fn drop(&mut self) {
+        let file = &self.prefaulted.view.window.file;
+        file.views.0.get().into_iter().for_each(|windows| _ = windows.borrowed.fetch_sub(1, SeqCst));
     }
 }
 

@@ -33,7 +33,7 @@ mod window;
 
 use crate::folio::word::{State, Word};
 use crate::mapping::File;
-use pagemill_core::error::Result;
+use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{AtomicU32, Guarded};
 use pagemill_sys::fault::AllSignalsBlocked;
 use pagemill_sys::mem;
@@ -42,8 +42,10 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, OnceLock};
 use window::{Window, Writes};
 
-pub use handle::{Prefaulted, PrivateView, View, ViewMut};
+pub use handle::{Bytes, Prefaulted, PrivateView, View, ViewMut};
 pub(crate) use pieces::Unmap;
+
+const BORROWED: Error = Error::Busy { what: "bytes of the file are borrowed (View::bytes)" };
 
 /// The views of one file. Most files have none, so the list is created with the first.
 #[derive(Default)]
@@ -57,6 +59,8 @@ struct Windows {
     writable: AtomicU32,
     /// Number of ranges that views have locked ([`View::lock`]).
     locked: AtomicU32,
+    /// Number of guards that borrow bytes of the file ([`View::bytes`]). Increased under the file's gate, held exclusively.
+    borrowed: AtomicU32,
     list: Guarded<Vec<Arc<Window>>>,
 }
 
@@ -71,6 +75,12 @@ impl Views {
     #[inline]
     pub fn are_writable(&self) -> bool {
         self.0.get().is_some_and(|windows| windows.writable.load(SeqCst) > 0)
+    }
+
+    /// Returns whether a guard borrows bytes of the file, so that the file must not change.
+    #[inline]
+    fn are_borrowed(&self) -> bool {
+        self.0.get().is_some_and(|windows| windows.borrowed.load(SeqCst) > 0)
     }
 
     fn add(&self, window: &Arc<Window>) {
@@ -102,6 +112,16 @@ impl File {
         windows.list.with(|list| list.iter().for_each(|window| window.unmap(pages.clone(), how)));
     }
 
+    /// Checks that no guard borrows bytes of the file, which must not change then. The caller holds the file's gate.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`].
+    #[inline]
+    pub(crate) fn check_not_borrowed(&self) -> Result<()> {
+        if self.views.are_borrowed() { Err(BORROWED) } else { Ok(()) }
+    }
+
     /// Returns whether a view has locked some of the pages.
     pub(crate) fn is_locked_in_memory(&self, pages: Range<u64>) -> bool {
         let Some(windows) = self.views.0.get().filter(|windows| windows.locked.load(SeqCst) > 0) else { return false };
@@ -115,7 +135,7 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if the last folio is held for a second.
+    /// [`Error::Busy`] if the last folio is held for a second.
     pub(crate) fn zero_last_os_page(&self) -> Result<()> {
         let size_bytes = self.size_bytes();
         let end = size_bytes.next_multiple_of(mem::os_page_bytes() as u64);
