@@ -1,8 +1,11 @@
-//! Calls a function on a separate stack, because the calling thread's stack may be as small as 16 KiB.
+//! Calls a function on a separate stack, because the calling thread's stack may be as small as 16 KiB. Nothing here
+//! allocates, so signal handlers may use it.
 #![allow(unsafe_code)] // changes the stack pointer
 
 use crate::mem;
 use std::ffi::c_void;
+use std::io;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// Calls `act` on a new stack of `stack_bytes`. If no stack can be mapped, uses the caller's stack. A panic of `act`
 /// aborts the process.
@@ -26,6 +29,88 @@ pub fn call_on_new<F: FnMut()>(stack_bytes: usize, mut act: F) {
     }
     // SAFETY: the reservation was made above, and the function has returned.
     unsafe { mem::unreserve(base, len_bytes + page) };
+}
+
+/// Some stacks that threads share. Each has `STACK_BYTES`, is mapped at its first use, and keeps the memory that was
+/// touched. Below it lies a guard page.
+pub struct Stacks<const COUNT: usize, const STACK_BYTES: usize> {
+    places: [Place; COUNT],
+}
+
+struct Place {
+    is_taken: AtomicU32,
+    /// Address of the guard page; 0 before the first use.
+    base: AtomicUsize,
+}
+
+impl<const COUNT: usize, const STACK_BYTES: usize> Stacks<COUNT, STACK_BYTES> {
+    #[expect(clippy::new_without_default, reason = "constant")]
+    pub const fn new() -> Self {
+        Self { places: [const { Place { is_taken: AtomicU32::new(0), base: AtomicUsize::new(0) } }; COUNT] }
+    }
+
+    /// Calls `act` on a stack that no other thread uses. Returns `None` without a call if there is none.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM` if no stack can be mapped.
+    ///
+    /// # Panics
+    ///
+    /// A panic of `act` aborts the process.
+    pub fn call<F: FnOnce() -> R, R>(&self, act: F) -> io::Result<Option<R>> {
+        let take = |place: &&Place| place.is_taken.compare_exchange(0, 1, Acquire, Relaxed).is_ok();
+        let Some(place) = self.places.iter().find(take) else { return Ok(None) };
+        let result = place.top(STACK_BYTES).map(|top| {
+            let mut call = Call { act: Some(act), result: None };
+            // SAFETY: the stack is mapped, and this thread has taken it. The function gets the data of its type, and does
+            // not unwind.
+            unsafe { call_on_stack(top, Call::<F, R>::run, (&raw mut call).cast()) };
+            call.result
+        });
+        place.is_taken.store(0, Release);
+        result
+    }
+
+    /// In a fork child: ends the calls of the parent's other threads.
+    pub fn begin_child(&self) {
+        self.places.iter().for_each(|place| place.is_taken.store(0, Relaxed));
+    }
+}
+
+impl Place {
+    /// Returns the address behind the stack, which is mapped first if needed. The caller has taken the place.
+    fn top(&self, stack_bytes: usize) -> io::Result<usize> {
+        let page = mem::os_page_bytes();
+        let total = stack_bytes.next_multiple_of(page) + page;
+        let mut base = self.base.load(Relaxed);
+        if base == 0 {
+            base = mem::reserve(total, page, 0)?;
+            // SAFETY: the range was reserved above.
+            if let Err(error) = unsafe { mem::open(base + page, total - page) } {
+                // SAFETY: no other code knows the addresses.
+                unsafe { mem::unreserve(base, total) };
+                return Err(error);
+            }
+            self.base.store(base, Relaxed);
+        }
+        Ok(base + total)
+    }
+}
+
+/// A function to call, and its result.
+struct Call<F, R> {
+    act: Option<F>,
+    result: Option<R>,
+}
+
+impl<F: FnOnce() -> R, R> Call<F, R> {
+    /// Calls the function of the call at `data`, which no other code accesses meanwhile.
+    extern "C" fn run(data: *mut c_void) {
+        // SAFETY: the only caller passes a call of this type.
+        let call = unsafe { &mut *data.cast::<Self>() };
+        call.result = call.act.take().map(|act| act());
+    }
 }
 
 /// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards.
@@ -86,5 +171,26 @@ mod tests {
         });
         assert_eq!(answer[0], 4000);
         assert!(answer[1].abs_diff(here) > 64 << 10, "the function ran on this stack");
+    }
+
+    /// Functions that need much stack run on additional stacks, one inside of the other. The third finds no stack.
+    #[test]
+    fn calls_run_on_stacks_of_their_own() {
+        static STACKS: Stacks<2, { 1 << 20 }> = Stacks::new();
+        fn used(depth: usize) -> usize {
+            let buffer = std::hint::black_box([depth as u8; 4096]);
+            if depth == 0 { buffer.len() } else { buffer.len() + used(depth - 1) + usize::from(buffer[7]) - depth }
+        }
+        let here = 0_u8;
+        for _ in 0..3 {
+            let result = STACKS.call(|| {
+                let there = 0_u8;
+                assert!((&raw const here).addr().abs_diff((&raw const there).addr()) > 1 << 16);
+                let inner = STACKS.call(|| (STACKS.call(|| ()).unwrap(), used(30))).unwrap();
+                assert_eq!(inner, Some((None, 31 * 4096)));
+                used(60)
+            });
+            assert_eq!(result.unwrap(), Some(61 * 4096));
+        }
     }
 }

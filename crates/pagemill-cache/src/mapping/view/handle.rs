@@ -3,7 +3,7 @@
 
 use super::pieces::Access;
 use super::window::{Window, Writes};
-use super::{BORROWED, fill, registry};
+use super::{BORROWED, registry};
 use crate::mapping::Mapping;
 use pagemill_core::error::{Error, Result};
 use pagemill_sys::fault::{self, AllSignalsBlocked};
@@ -118,7 +118,7 @@ impl Mapping {
     ///
     /// [`Error::BadRange`] for an empty range, or one that begins elsewhere. [`Error::BadOffset`] past 2^63.
     /// [`Error::Unsupported`] if the cache has no shared memory. [`Error::NoAddresses`]. [`Error::TooMany`] views.
-    /// [`Error::System`] if the system refuses the fault handler or a thread.
+    /// [`Error::System`] if the system refuses the fault handler.
     pub fn view(&self, range: Range<u64>) -> Result<View> {
         self.view_with(range, Writes::Refused)
     }
@@ -152,7 +152,6 @@ impl Mapping {
             return Err(Error::BadRange { addr: range.start as usize, len_bytes: len_bytes as usize });
         }
         file.pool.prepare_views()?;
-        fill::start_threads()?;
         fault::install(registry::resolve_fault).map_err(Error::system("installing the fault handler"))?;
         let window = Arc::new(Window::new(file.clone(), range, writes)?);
         registry::add(&window)?;

@@ -1,13 +1,14 @@
 //! Views: ranges of a cached file as plain memory.
 //!
 //! ```text
-//!   faulting thread: fault handler                       fill thread
+//!   faulting thread, in the fault handler
 //!     registry: finds the window of the address
-//!     pieces: claims the entry of the page
+//!     pieces: claims the entry of the page,
 //!             finds and pins the folio in memory,
 //!             maps it, keeps the pin in the entry
-//!     folio missing, or anything else: fill request -->  reads the page into memory, maps it
-//!     access is retried, or SIGBUS       <-------------  wakes the faulting thread
+//!     fill:   if the folio is missing, or for anything else: on a larger stack,
+//!             reads the page into memory, maps it
+//!     access is retried, or SIGBUS
 //! ```
 //!
 //! A *window* is the reserved address range of one view. An *entry* is a word for each software page of a window: it is

@@ -122,7 +122,6 @@ fn resolve(window: &Window, addr: usize, access: Option<fault::Access>) -> Verdi
     match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
         Mapped::Yes => Verdict::Resolved,
         Mapped::Busy => Verdict::Again,
-        Mapped::No if fill::request(window, addr, access) => Verdict::Resolved,
-        Mapped::No => Verdict::Purged,
+        Mapped::No => fill::fill(window, addr, access),
     }
 }
