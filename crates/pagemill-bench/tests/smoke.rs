@@ -4,27 +4,12 @@
 //! A test that needs a library that is not built or installed is skipped, and prints that.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-fn bench(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pagemill-bench"));
-    command.args(arguments).output().expect("the bench starts")
-}
+mod runner;
 
-/// Runs the command `pagemill-bench`, which must succeed, and returns the JSON rows that it prints.
-fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
-    let output = bench(arguments);
-    let complaint = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?}: {complaint}");
-    let text = String::from_utf8(output.stdout).expect("rows are UTF-8");
-    text.lines().map(|line| serde_json::from_str(line).expect("a row is JSON")).collect()
-}
-
-fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64> {
-    let row = rows.iter().find(|row| row["subject"] == subject && row["metric"] == metric);
-    row.and_then(|row| row["value"].as_f64())
-}
+use runner::{bench, rows, value};
 
 /// The workload of the experiment `ebizzy` copies chunks of keys and searches the copies for 50 ms. Every search must
 /// find its key, and no allocation may fail.
