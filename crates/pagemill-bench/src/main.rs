@@ -79,6 +79,9 @@ enum Experiment {
     Waste(files::FileOptions),
     /// Create, stat, read, list and remove many small files, compared with tmpfs
     Metadata(files::FileOptions),
+    /// Software page sizes of 4 KiB to 8 MiB: files read again and again, fresh and resident views, a file four times the
+    /// cache compared with mappings of the kernel, small files
+    Pageshift(files::pageshift::Options),
     /// Cost to mark memory volatile and to unmark it, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
     /// ebizzy with its copies in volatile ranges
     Volatile(CommonOptions),
@@ -166,6 +169,11 @@ workloads! {
     "__writeback" Writeback(workload::storage::writeback::WritebackArguments) => workload::storage::writeback::run,
     "__overwrite" Overwrite(workload::storage::overwrite::OverwriteArguments) => workload::storage::overwrite::run,
     "__waste" Waste(workload::waste::WasteArguments) => workload::waste::run,
+    "__pageshift-loop" Repeated(workload::pageshift::repeated::RepeatedArguments) => workload::pageshift::repeated::run,
+    "__pageshift-fresh" Fresh(workload::pageshift::fresh::FreshArguments) => workload::pageshift::fresh::run,
+    "__pageshift-touch" TouchWords(workload::pageshift::touch::TouchWordsArguments) => workload::pageshift::touch::run,
+    "__pageshift-device" Device(workload::pageshift::device::DeviceArguments) => workload::pageshift::device::run,
+    "__pageshift-small" SmallInPages(workload::pageshift::small::SmallArguments) => workload::pageshift::small::run,
     "__metadata" Metadata(workload::metadata::MetadataArguments) => workload::metadata::run,
 }
 
@@ -180,6 +188,7 @@ fn main() -> ExitCode {
         Experiment::Iozone(options) => experiment("iozone", &options.files.common, files::iozone::run, &options),
         Experiment::Waste(options) => experiment("waste", &options.common, files::waste::run, &options),
         Experiment::Metadata(options) => experiment("metadata", &options.common, files::metadata::run, &options),
+        Experiment::Pageshift(options) => experiment("pageshift", &options.common, files::pageshift::run, &options),
         Experiment::Volatile(common) => experiment("volatile", &common, volatile::run, &common),
         Experiment::Hit(options) => experiment("hit", &options.common, hit::run, &options),
         Experiment::Refs(common) => experiment("refs", &common, refs::run, &common),

@@ -18,6 +18,15 @@ pub fn stamp_word(file: u64, offset: u64, generation: u64) -> u64 {
     mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
 }
 
+/// Returns the 8 bytes at `offset`, a multiple of 8, of a file of stamped records.
+#[inline]
+pub fn word_at(file: u64, offset: u64) -> u64 {
+    match offset.is_multiple_of(RECORD_BYTES as u64) {
+        true => stamp_word(file, offset, 0),
+        false => u64::from_le_bytes([FILL_BYTE; 8]),
+    }
+}
+
 /// Writes the stamp into the first 8 bytes of a record. One store per record is too cheap to affect a measurement.
 #[inline]
 pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {

@@ -198,6 +198,7 @@ pub struct Report {
     rows: Vec<Row>,
     gaps: Vec<String>,
     notes: Vec<String>,
+    conclusion: Option<String>,
     verdicts: Vec<Verdict>,
     /// Titles of the tables that are transposed: one line per column name, one column per subject.
     transposed: Vec<String>,
@@ -205,8 +206,8 @@ pub struct Report {
 
 impl Report {
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        let (rows, gaps, notes, verdicts, transposed) = Default::default();
-        Self { experiment, is_json, rows, gaps, notes, verdicts, transposed }
+        let (rows, gaps, notes, conclusion, verdicts, transposed) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, conclusion, verdicts, transposed }
     }
 
     /// Adds a row with the median and the spread of a series. Also adds rows that count the killed and the failed
@@ -314,6 +315,11 @@ impl Report {
         self.notes.push(what.into());
     }
 
+    /// Sets the recommendation that follows from the rows, which is printed behind the verdicts.
+    pub fn set_conclusion(&mut self, sentence: impl Into<String>) {
+        self.conclusion = Some(sentence.into());
+    }
+
     /// Transposes the table with this title: one line per column name, one column per subject. This suits tables of few
     /// subjects with many columns.
     pub fn transpose_table(&mut self, table: impl Into<String>) {
@@ -352,7 +358,8 @@ impl Report {
         self.rows.iter().any(|row| row.metric != FAILED_ROUNDS)
     }
 
-    /// Prints the tables, gaps, notes and verdicts. In JSON mode gaps, notes and verdicts go to stderr.
+    /// Prints the tables, gaps, notes, verdicts and the recommendation. In JSON mode only the rows go to stdout, the rest
+    /// to stderr.
     pub fn print(&self) {
         let mut text = String::new();
         if !self.is_json {
@@ -367,6 +374,9 @@ impl Report {
         }
         for verdict in &self.verdicts {
             let _ = writeln!(text, "{}", verdict.format_line());
+        }
+        if let Some(conclusion) = &self.conclusion {
+            let _ = writeln!(text, "recommendation: {conclusion}");
         }
         match self.is_json {
             true => eprint!("{}\n{text}", describe_machine()),

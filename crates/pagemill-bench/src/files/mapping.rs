@@ -18,6 +18,15 @@ pub enum Access {
     Write,
 }
 
+/// The order in which a mapping will be accessed ([`Mapping::advise`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The kernel's default.
+    Unknown,
+    Random,
+    Sequential,
+}
+
 /// A shared mapping of a file's first bytes.
 ///
 /// # Invariants
@@ -47,6 +56,24 @@ impl Mapping {
             unsafe { libc::mmap(ptr::null_mut(), len_bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         match NonNull::new(start.cast::<u8>()) {
             Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => Ok(Self { start, len_bytes, access }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Tells the kernel by `madvise` how the mapping will be accessed.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call `madvise`.
+    pub fn advise(&self, advice: Order) -> io::Result<()> {
+        let advice = match advice {
+            Order::Unknown => libc::MADV_NORMAL,
+            Order::Random => libc::MADV_RANDOM,
+            Order::Sequential => libc::MADV_SEQUENTIAL,
+        };
+        // SAFETY: the range is this mapping, and none of these advices changes its bytes.
+        match unsafe { libc::madvise(self.start.as_ptr().cast(), self.len_bytes, advice) } {
+            0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -99,6 +126,17 @@ impl SharedMapping {
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
         let mapping = Mapping::new(file, len_bytes, Access::Read)?;
         mapping.touch();
+        Ok(Self(mapping))
+    }
+
+    /// Maps the first `len_bytes` bytes of a file, of which no page is mapped yet, and calls `madvise`.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system calls `mmap` and `madvise`.
+    pub fn untouched(file: &File, len_bytes: usize, advice: Order) -> io::Result<Self> {
+        let mapping = Mapping::new(file, len_bytes, Access::Read)?;
+        mapping.advise(advice)?;
         Ok(Self(mapping))
     }
 

@@ -4,6 +4,7 @@ pub mod iozone;
 pub mod mapping;
 pub mod metadata;
 pub mod mount;
+pub mod pageshift;
 pub mod waste;
 
 use std::path::PathBuf;

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 use super::target::Target;
 use super::{CPU, IOS, MIB, P50, P99, P999};
-use crate::child::{Outcome, RunningGroup};
+use crate::cgroup::Cgroup;
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
 use crate::experiment::{CommonOptions, Named};
 use crate::report::Report;
@@ -18,14 +19,8 @@ use crate::subject;
 /// Makes glibc use huge pages for fio's buffers, which fio allocates with one `malloc`.
 const GLIBC_HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
-const COMMON_ARGUMENTS: [&str; 6] = [
-    "--direct=1",
-    "--thread",
-    "--output-format=json",
-    "--lat_percentiles=1",
-    "--clat_percentiles=0",
-    "--percentile_list=50:99:99.9",
-];
+const COMMON_ARGUMENTS: [&str; 5] =
+    ["--thread", "--output-format=json", "--lat_percentiles=1", "--clat_percentiles=0", "--percentile_list=50:99:99.9"];
 
 /// Argument with which fio writes the same bytes each time. By default fio changes the bytes of each write.
 const KEEP_BYTES_ARGUMENT: &str = "--scramble_buffers=0";
@@ -37,6 +32,15 @@ pub struct Engine {
     pub settings: &'static [&'static str],
     /// Whether the buffers are in transparent huge pages.
     pub is_huge: bool,
+    /// Whether the transfers use the kernel's page cache.
+    pub is_cached: bool,
+}
+
+impl Engine {
+    /// Makes an engine that bypasses the kernel's page cache, with buffers in small pages.
+    const fn direct(name: &'static str, settings: &'static [&'static str]) -> Self {
+        Self { name, settings, is_huge: false, is_cached: false }
+    }
 }
 
 /// Correction that is added to the user time and to the system time of fio. fio truncates each of them to whole
@@ -44,17 +48,18 @@ pub struct Engine {
 const MEAN_TRUNCATION_MS: f64 = 0.5;
 
 /// fio's engine that uses blocking system calls.
-pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
+pub const PSYNC: Engine = Engine::direct("psync", &[]);
 /// fio's engine that uses the kernel's older asynchronous interface (`io_submit`).
-pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
+pub const LIBAIO: Engine = Engine::direct("libaio", &[]);
+/// fio's engine that copies from and to a mapping of the file. It calls `madvise` for the job's order of accesses.
+pub const MMAP: Engine = Engine { name: "mmap", settings: &[], is_huge: false, is_cached: true };
 /// fio's io_uring engine with unregistered buffers and an unregistered file.
-pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: false };
+pub const URING: Engine = Engine::direct("io_uring", &[]);
 /// fio's io_uring engine with registered buffers and a registered file.
-pub const URING_FIXED: Engine =
-    Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
+pub const URING_FIXED: Engine = Engine::direct("io_uring", &["--fixedbufs=1", "--registerfiles=1"]);
 /// fio's io_uring engine with registered buffers only. Replays use it: fio opens the file of an I/O list too late to
 /// register it.
-pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
+pub const URING_FIXED_BUFFERS: Engine = Engine::direct("io_uring", &["--fixedbufs=1"]);
 
 /// A fio job: transfers of one length between memory and a file.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +125,7 @@ pub fn available_subjects<'a, Subject: Named>(
 }
 
 /// Returns the reason why fio cannot be run; none if it can.
-fn missing_reason() -> Option<String> {
+pub fn missing_reason() -> Option<String> {
     let version = Command::new("fio").arg("--version").stdin(Stdio::null()).output();
     match version {
         Ok(output) if output.status.success() => None,
@@ -148,6 +153,7 @@ impl<'a> Job<'a> {
             format!("--ioengine={}", engine.name),
             format!("--iodepth={depth}"),
             format!("--bs={io_bytes}"),
+            format!("--direct={}", u8::from(!engine.is_cached)),
         ];
         let mut fixed = vec![if self.is_write() { KEEP_BYTES_ARGUMENT } else { "--readonly" }];
         match self.task {
@@ -183,11 +189,23 @@ impl<'a> Job<'a> {
     ///
     /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if fio does not end in time.
     pub fn run(&self) -> Result<Outcome> {
+        self.run_in(None)
+    }
+
+    /// As [`Job::run`], but runs fio in a cgroup if one is given.
+    ///
+    /// # Errors
+    ///
+    /// As [`Job::run`].
+    pub fn run_in(&self, group: Option<&Cgroup>) -> Result<Outcome> {
         let limit = match self.task {
             Task::Timed { run_ms, .. } => Duration::from_millis(run_ms * 2) + Duration::from_secs(60),
             _ => Duration::from_secs(300),
         };
-        let mut command = Command::new("fio");
+        let mut command = match group {
+            Some(_) => child::command_in_group(group, &["fio".to_owned()])?,
+            None => Command::new("fio"),
+        };
         subject::clear_foreign_settings(&mut command);
         command.args(self.arguments()).args(COMMON_ARGUMENTS);
         if self.engine.is_huge {

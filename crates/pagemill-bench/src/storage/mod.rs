@@ -68,7 +68,7 @@ pub struct PlaceOptions {
 impl PlaceOptions {
     /// Opens the file that the user named, or makes a temporary file. Uses `mib` MiB unless the user set another
     /// length.
-    fn open_or_make(&self, mib: u64) -> Result<Target> {
+    pub fn open_or_make(&self, mib: u64) -> Result<Target> {
         let bytes = self.mib.unwrap_or(mib) << 20;
         match &self.file {
             Some(path) => Target::existing(path, self.mib.map(|_| bytes)),
@@ -99,7 +99,7 @@ fn best_subject<'a, Case: Ord + Clone>(
 
 /// Adds a verdict on the rate of the subject `own` compared with the rate of the best of `subjects`. The note of the
 /// verdict names the best subject.
-fn judge_against_best<Case: Ord + Clone>(
+pub fn judge_against_best<Case: Ord + Clone>(
     study: &mut Study<'_, Case>,
     (target, bound): (String, Bound),
     (case, own): (&Case, &'static str),

@@ -16,6 +16,7 @@ pub mod host;
 pub mod idle;
 pub mod iozone;
 pub mod metadata;
+pub mod pageshift;
 pub mod pair;
 pub mod pairs;
 pub mod pieces;

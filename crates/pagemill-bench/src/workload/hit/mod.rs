@@ -13,6 +13,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use pagemill_cache::Source;
 use pagemill_core::units::BLOCK_BYTES;
 
 use super::steps::run_in_threads;
@@ -21,7 +22,7 @@ use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
-pub use page_cache::{SmallFilesArguments, cache, cache_of, measure_files, write_all};
+pub use page_cache::{SPARE_BYTES, SmallFilesArguments, cache, cache_in, cache_of, measure_files, write_all};
 
 /// What is measured: the page cache, its building blocks (plain memory, with and without state words), files that are
 /// mapped or read by system calls, and other caches (foyer, quick_cache).
@@ -50,6 +51,8 @@ crate::workload::arguments! {
     threads: usize,
     mib: usize,
     run_ms: u64,
+    // The page cache uses shared memory.
+    shared: bool,
     // The only operation to measure, named by its metric.
     operation: Option<String>,
     // Make the operation this many times in one thread instead of measuring its time.
@@ -92,10 +95,11 @@ trait PageStore: Sync {
 /// Fills a cache or a building block of a cache with pages, checks its contents, and measures it.
 pub fn run(arguments: &HitArguments) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
+    let source = if arguments.shared { Source::Shared } else { Source::Ordinary };
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
         kind @ (Subject::Huge | Subject::Dense) => {
-            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, kind))
+            measure_store(arguments, pages, || page_cache::CachedFile::new(pages, kind, source))
         }
         Subject::Memcpy => measure_store(arguments, pages, || plain::Memory::new(pages)),
         Subject::Frames => measure_store(arguments, pages, || plain::Frames::new(pages)),

@@ -1,7 +1,7 @@
 //! The page cache as a subject, with one large file and with many small files.
 
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy, Writeback};
+use pagemill_cache::mapping::{FolioHint, Mapping, PageCache, Policy, Source, Writeback};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
 
@@ -10,7 +10,7 @@ use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Bytes by which the limit of a cache exceeds its data, so that the cache does not come near the limit.
-const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
+pub const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
 /// A file in a page cache, with all its pages resident.
 pub struct CachedFile {
@@ -33,24 +33,34 @@ pub fn cache_of(
     policy: Box<dyn Policy>,
     may_split: bool,
 ) -> Result<PageCache, Failure> {
+    cache_in(Source::Ordinary, page_bytes, limit_bytes, policy, may_split)
+}
+
+/// As [`cache_of`], but the cache uses memory of the given kind.
+pub fn cache_in(
+    source: Source,
+    page_bytes: usize,
+    limit_bytes: u64,
+    policy: Box<dyn Policy>,
+    may_split: bool,
+) -> Result<PageCache, Failure> {
     let page = PageSize::new(page_bytes).ok_or("no such page size here")?;
     let pagemill = Testbed::of_process()?;
     // Without this call, the background thread could collapse small folios into huge ones.
     pagemill.caches.collapse_by_hand();
     // With these percentages, dirty pages are written back only when the workload requests it.
     let writeback = Writeback::default().background_percent(100).most_percent(100);
-    let settings =
-        PageCache::builder("bench").limit(limit_bytes).page(page).policy(policy).split(may_split).writeback(writeback);
-    settings.build_in(pagemill.caches).map_err(Failure::from)
+    let settings = PageCache::builder("bench").source(source).limit(limit_bytes).page(page).writeback(writeback);
+    settings.policy(policy).split(may_split).build_in(pagemill.caches).map_err(Failure::from)
 }
 
 impl CachedFile {
     /// Makes a file in a new cache, fills it, and checks that its folios are of the requested kind, huge or dense.
-    pub fn new(pages: usize, folios: Subject) -> Result<Self, Failure> {
+    pub fn new(pages: usize, folios: Subject, source: Source) -> Result<Self, Failure> {
         let is_huge = folios == Subject::Huge;
         let bytes = (pages * RECORD_BYTES) as u64;
         let policy: Box<dyn Policy> = if is_huge { Box::new(Always) } else { Box::new(Never) };
-        let cache = cache(bytes + SPARE_BYTES, policy, true)?;
+        let cache = cache_in(source, RECORD_BYTES, bytes + SPARE_BYTES, policy, true)?;
         let file = cache.create()?;
         for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();

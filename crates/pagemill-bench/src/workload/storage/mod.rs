@@ -8,10 +8,12 @@ pub mod ring;
 pub mod stream;
 pub mod writeback;
 
+use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use pagemill_store::FileStore;
+use rustix::fs::{Advice, fadvise};
 use serde_json::{Map, Value};
 
 use super::Failure;
@@ -31,7 +33,7 @@ crate::workload::arguments! {
 }
 
 impl Source {
-    fn open_read_only(&self) -> Result<FileStore, Failure> {
+    pub fn open_read_only(&self) -> Result<FileStore, Failure> {
         FileStore::open_read_only(&self.file).map_err(Failure::from).and_then(check_direct)
     }
 
@@ -39,9 +41,17 @@ impl Source {
         FileStore::open(&self.file).map_err(Failure::from).and_then(check_direct)
     }
 
+    /// Drops the file's pages from the kernel's page cache, so that all subjects start without them.
+    pub fn drop_kernel_pages(&self) -> Result<(), Failure> {
+        let file = File::open(&self.file)?;
+        file.sync_all()?;
+        fadvise(&file, 0, None, Advice::DontNeed)?;
+        Ok(())
+    }
+
     /// Returns whether a record has the stamp of this offset. Always true if the file has no stamps (`pattern`).
     #[inline]
-    fn is_right(&self, record: &[u8], offset: u64) -> bool {
+    pub fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
@@ -58,23 +68,23 @@ fn check_direct(store: FileStore) -> Result<FileStore, Failure> {
 }
 
 /// The start of an interval whose duration and CPU time are measured.
-struct IntervalStart {
+pub struct IntervalStart {
     begun: Instant,
     cpu: Duration,
 }
 
 /// Duration and CPU time of an interval.
-struct Elapsed {
-    seconds: f64,
-    cpu_seconds: f64,
+pub struct Elapsed {
+    pub seconds: f64,
+    pub cpu_seconds: f64,
 }
 
 impl IntervalStart {
-    fn begin() -> Self {
+    pub fn begin() -> Self {
         Self { begun: Instant::now(), cpu: native::own_cpu_time() }
     }
 
-    fn end(&self) -> Elapsed {
+    pub fn end(&self) -> Elapsed {
         let cpu = native::own_cpu_time().saturating_sub(self.cpu);
         Elapsed { seconds: self.begun.elapsed().as_secs_f64(), cpu_seconds: cpu.as_secs_f64() }
     }

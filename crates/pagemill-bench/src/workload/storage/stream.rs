@@ -58,7 +58,7 @@ crate::workload::arguments! {
 
 /// Reads or writes the whole file once, and checks the bytes.
 pub fn run(arguments: &StreamArguments) -> WorkloadResult {
-    drop_kernel_pages(&arguments.source)?;
+    arguments.source.drop_kernel_pages()?;
     let stamp = u64::from(std::process::id());
     let took = match (arguments.way, arguments.write) {
         (Way::Cache, is_write) => {
@@ -74,13 +74,6 @@ pub fn run(arguments: &StreamArguments) -> WorkloadResult {
     let mib = arguments.source.len_bytes as f64 / f64::from(1 << 20);
     let rates = [(MIB, mib / took.seconds), (CPU_PER_MIB, took.cpu_seconds * 1e6 / mib)];
     Ok(rates.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect::<serde_json::Map<_, _>>().into())
-}
-
-/// Drops the file's pages from the kernel's page cache, so that all subjects start without them.
-fn drop_kernel_pages(source: &Source) -> Result<(), Failure> {
-    let file = File::open(&source.file)?;
-    file.sync_all().and_then(|()| Ok(fadvise(&file, 0, None, Advice::DontNeed)?))?;
-    Ok(())
 }
 
 fn offsets(arguments: &StreamArguments) -> impl Iterator<Item = u64> {

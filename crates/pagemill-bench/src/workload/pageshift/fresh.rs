@@ -1,0 +1,67 @@
+//! Fresh views: a resident file is mapped, one word of each record is read, and the mapping is dropped, again and again.
+
+use std::time::{Duration, Instant};
+
+use pagemill_core::units::PageSize;
+
+use super::faults;
+use super::memory::{Backing, Kind};
+use crate::native::Pages;
+use crate::workload::{Failure, WorkloadResult, ensure};
+
+/// Minimum number of views of a sample.
+const MIN_VIEWS: u32 = 3;
+
+crate::workload::arguments! {
+    /// Arguments of a run that maps a resident file again and again.
+    FreshArguments:
+    kind: Kind,
+    /// Size of the cache's pages; without it, 4 KiB and huge folios
+    page: Option<PageSize>,
+    len_bytes: usize,
+    run_ms: u64,
+}
+
+/// Maps and touches the file until the time is over. The resulting JSON has the mean times, and the faults of one view
+/// as the kernel counts them and as the page cache's handler counts them.
+pub fn run(arguments: &FreshArguments) -> WorkloadResult {
+    let len_bytes = arguments.len_bytes;
+    let backing = Backing::new(arguments.kind, arguments.page, len_bytes)?;
+    // The first view starts threads and installs the fault handler.
+    backing.map(len_bytes)?.check()?;
+    let (begun, faults_before) = (Instant::now(), Pages::faults());
+    let (mut touched, mut unmapped, mut views) = (Duration::ZERO, Duration::ZERO, 0);
+    while views < MIN_VIEWS || begun.elapsed() < Duration::from_millis(arguments.run_ms) {
+        let start = Instant::now();
+        let memory = backing.map(len_bytes)?;
+        let wrong = memory.touch_records();
+        touched += start.elapsed();
+        ensure(wrong == 0, || format!("{wrong} records of a view are not what was written"))?;
+        memory.take_error()?;
+        let start = Instant::now();
+        drop(memory);
+        unmapped += start.elapsed();
+        views += 1;
+    }
+    let kernel_faults = (Pages::faults() - faults_before) as f64 / f64::from(views);
+    let ms = |total: Duration| (total / views).as_secs_f64() * 1e3;
+    Ok(serde_json::json!({
+        "touch_ms": ms(touched),
+        "unmap_ms": ms(unmapped),
+        "kernel_faults": kernel_faults,
+        "handler_faults": handler_faults(&backing, arguments)?,
+    }))
+}
+
+/// Returns the number of faults of one view that the page cache's handler resolves; none for mappings of the kernel.
+fn handler_faults(backing: &Backing, arguments: &FreshArguments) -> Result<Option<u64>, Failure> {
+    if arguments.kind != Kind::View {
+        return Ok(None);
+    }
+    let memory = backing.map(arguments.len_bytes)?;
+    faults::count_faults()?;
+    let wrong = memory.touch_records();
+    let counted = faults::counted();
+    ensure(wrong == 0, || format!("{wrong} records of a view are not what was written"))?;
+    Ok(Some(counted))
+}
