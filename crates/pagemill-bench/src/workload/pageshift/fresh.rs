@@ -7,6 +7,7 @@ use pagemill_core::units::PageSize;
 use super::faults;
 use super::memory::{Backing, Kind};
 use crate::native::Pages;
+use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, WorkloadResult, ensure};
 
 /// Minimum number of views of a sample.
@@ -23,7 +24,8 @@ crate::workload::arguments! {
 }
 
 /// Maps and touches the file until the time is over. The resulting JSON has the mean times, and the faults of one view
-/// as the kernel counts them and as the page cache's handler counts them.
+/// as the kernel counts them and as the page cache's handler counts them, the latter also as pages of 4 KiB for each
+/// fault.
 pub fn run(arguments: &FreshArguments) -> WorkloadResult {
     let len_bytes = arguments.len_bytes;
     let backing = Backing::new(arguments.kind, arguments.page, len_bytes)?;
@@ -45,11 +47,14 @@ pub fn run(arguments: &FreshArguments) -> WorkloadResult {
     }
     let kernel_faults = (Pages::faults() - faults_before) as f64 / f64::from(views);
     let ms = |total: Duration| (total / views).as_secs_f64() * 1e3;
+    let handler_faults = handler_faults(&backing, arguments)?;
+    let small_pages = (len_bytes / RECORD_BYTES) as f64;
     Ok(serde_json::json!({
         "touch_ms": ms(touched),
         "unmap_ms": ms(unmapped),
         "kernel_faults": kernel_faults,
-        "handler_faults": handler_faults(&backing, arguments)?,
+        "handler_faults": handler_faults,
+        "small_pages_per_fault": handler_faults.map(|faults| small_pages / faults as f64),
     }))
 }
 
