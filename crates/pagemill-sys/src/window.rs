@@ -6,6 +6,8 @@ use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mremap_fixed
 use std::ffi::CStr;
 use std::io;
 
+pub use rustix::io::Errno;
+
 /// The maximum number of mappings of a process.
 const MAX_MAP_COUNT_PATH: &CStr = c"/proc/sys/vm/max_map_count";
 
@@ -39,10 +41,17 @@ pub unsafe fn reserve_again(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// `from..from + len_bytes` must be a shared mapping of a file. `to..to + len_bytes` must lie inside one reservation of
 /// the caller. Any thread that accesses that range must tolerate or handle the fault.
-pub unsafe fn map_again(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
+pub unsafe fn map_again(from: usize, len_bytes: usize, to: usize) -> Result<(), Errno> {
     // SAFETY: with an old length of 0 the mapping at `from` stays. The caller guarantees the rest.
     unsafe { mremap_fixed(from as *mut _, 0, len_bytes, MremapFlags::MAYMOVE, to as *mut _) }?;
     Ok(())
+}
+
+/// Reserves the `len_bytes` from `addr` on, if a failed call has unmapped them. Does nothing if something is mapped there.
+pub fn reserve_if_unmapped(addr: usize, len_bytes: usize) {
+    let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+    // SAFETY: replaces no mapping. Fails if there is one.
+    let _ = unsafe { mem::map(addr, len_bytes, ProtFlags::empty(), flags) };
 }
 
 /// Moves the pages of the `len_bytes` of private memory from address `from` on to `to`, in place of the existing mapping
@@ -56,7 +65,7 @@ pub unsafe fn map_again(from: usize, len_bytes: usize, to: usize) -> io::Result<
 /// # Safety
 ///
 /// The caller owns both ranges, each in one mapping, and no thread accesses the range at `from`.
-pub unsafe fn move_pages(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
+pub unsafe fn move_pages(from: usize, len_bytes: usize, to: usize) -> Result<(), Errno> {
     let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
     // SAFETY: guaranteed by the caller.
     unsafe { mremap_fixed(from as *mut _, len_bytes, len_bytes, flags, to as *mut _) }?;

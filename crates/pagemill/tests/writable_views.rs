@@ -225,7 +225,85 @@ fn bytes_behind_the_end_are_lost() {
             assert_eq!(store.size_bytes().unwrap(), 20_000);
         }
         assert_file(&file, &expected);
+        // The same after the view is gone.
+        view.write_at(&[6; 100], 20_000);
+        drop(view);
+        file.truncate(20_200).unwrap();
+        expected.resize(20_200, 0);
+        assert_file(&file, &expected);
     }
+}
+
+/// A file is truncated while a thread writes behind its new end, through a system call that fails there instead of raising
+/// a signal. The bytes must read zero when the file grows again.
+#[test]
+fn writes_during_a_truncation_are_lost() {
+    let (page, at) = (64 << 10, 40_000);
+    let cache = cache_of(Box::new(Never), 8 * MIB, page_size(page));
+    let file = cache.create().unwrap();
+    let view = file.view_mut(0..page as u64).unwrap();
+    let mut source = tempfile::tempfile().unwrap();
+    source.write_all(&[7; 8]).unwrap();
+    let (round, written) = (AtomicU64::new(0), AtomicU64::new(0));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // An odd number lets the writes run. The writer repeats an even number as soon as it has stopped.
+            loop {
+                match round.load(SeqCst) {
+                    u64::MAX => return,
+                    now if now % 2 == 0 => written.store(now, SeqCst),
+                    _ => {
+                        let addr = view.as_mut_ptr().wrapping_add(at).cast();
+                        // SAFETY: the kernel writes into the view, or fails.
+                        unsafe { libc::pread(std::os::fd::AsRawFd::as_raw_fd(&source), addr, 8, 0) };
+                    }
+                }
+            }
+        });
+        let check = || {
+            for now in (2..4000).step_by(2) {
+                file.truncate(page as u64).unwrap();
+                view.write_at(&[1], at);
+                round.store(now - 1, SeqCst);
+                (0..200).for_each(|_| std::hint::spin_loop());
+                file.truncate(100).unwrap();
+                round.store(now, SeqCst);
+                while written.load(SeqCst) != now {
+                    std::hint::spin_loop();
+                }
+                file.truncate(page as u64).unwrap();
+                let mut found = [1; 8];
+                file.read_at(&mut found, at as u64).unwrap();
+                assert_eq!(found, [0; 8], "round {now}");
+            }
+        };
+        let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check));
+        round.store(u64::MAX, SeqCst);
+        checked.unwrap();
+    });
+}
+
+/// Every second page of a private view is written, which would need more mappings than views may have. All writes must
+/// succeed, and stay in the view.
+#[test]
+fn private_views_need_few_mappings() {
+    let max_mappings: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    let len = (max_mappings / 2 + 2000) * PAGE_BYTES;
+    if len > 512 * MIB {
+        return println!("skipped: {max_mappings} mappings are allowed");
+    }
+    let cache = cache(Box::new(Never), 32 * MIB);
+    let file = cache.open(Arc::new(MemoryStore::new(vec![0; len], 512))).unwrap();
+    let view = file.view_private(0..len as u64).unwrap();
+    (0..len).step_by(2 * PAGE_BYTES).for_each(|at| view.write_at(&[1], at));
+    let mut found = [0; 2];
+    for at in (PAGE_BYTES..len).step_by(2 * PAGE_BYTES) {
+        view.read_at(&mut found, at - 1);
+        assert_eq!(found, [0; 2]);
+        view.read_at(&mut found, at - PAGE_BYTES);
+        assert_eq!(found, [1, 0]);
+    }
+    assert!(view.copied_bytes() as usize > len / 2 && view.take_error().is_none());
 }
 
 /// Private writes must be visible only in their view. Pages without such a write must show the file, also after the file
@@ -365,13 +443,33 @@ fn system_calls_can_write_to_prefaulted_ranges() {
     fill(&private, private.as_mut_ptr());
     drop(prefaulted);
     assert_file(&file, &vec![0; 4 * MIB]);
+    // Between the copied pages, a prefault for reads must map the pages of the file.
+    drop(private);
+    let private = file.view_private(0..2 * MIB as u64).unwrap();
+    [100, 102, 300].into_iter().for_each(|page| private.write_at(&[2], page * PAGE_BYTES));
+    let prefaulted = private.prefault(0..2 * MIB).unwrap();
+    // SAFETY: the range lies in the view, and no other thread writes to it.
+    let range = unsafe { std::slice::from_raw_parts(private.as_ptr(), 2 * MIB) };
+    tempfile::tempfile().unwrap().write_all(range).unwrap();
+    drop(prefaulted);
     let view = file.view_mut(0..4 * MIB as u64).unwrap();
     let prefaulted = view.prefault_mut(0..3 * MIB).unwrap();
+    fill(&view, view.as_mut_ptr());
+    // Other fills of the same pages must not make them read-only.
+    view.lock(0..MIB).unwrap();
+    drop(view.prefault(0..MIB).unwrap());
     fill(&view, view.as_mut_ptr());
     drop(prefaulted);
     let mut expected = bytes(3 * MIB);
     expected.resize(4 * MIB, 0);
     assert_file(&file, &expected);
+
+    let stored = cache.open(Arc::new(MemoryStore::new(vec![0; 4 * MIB], 512))).unwrap();
+    let view = stored.view_mut(0..4 * MIB as u64).unwrap();
+    let prefaulted = view.prefault_mut(0..3 * MIB).unwrap();
+    view.lock(0..MIB).unwrap();
+    fill(&view, view.as_mut_ptr());
+    drop(prefaulted);
 }
 
 /// Bytes of a view are borrowed as a slice. All calls that change the file must fail until the guards are dropped; reads
@@ -459,6 +557,20 @@ fn locked_ranges_stay_in_memory() {
     view.lock(0..MIB).unwrap();
     drop(view);
     assert_eq!(cache.usage().locked_by_views, 0);
+}
+
+/// A locked range of zeros must not be freed as a sparse huge folio.
+#[test]
+fn locked_zeros_stay_in_memory() {
+    let cache = cache(Box::new(Always), 32 * MIB);
+    let file = cache.create().unwrap();
+    file.truncate(4 * MIB as u64).unwrap();
+    let view = file.view_mut(0..4 * MIB as u64).unwrap();
+    view.lock(0..4 * MIB).unwrap();
+    assert_eq!(file.split_sparse().unwrap(), 0);
+    assert_eq!(cache.usage().charged, 4 * MIB as u64);
+    view.unlock(0..4 * MIB).unwrap();
+    assert!(file.split_sparse().unwrap() > 3 * MIB as u64);
 }
 
 /// A write behind the end of the file, or to a page that the store cannot read, must raise `SIGBUS` in each kind of view.

@@ -258,6 +258,21 @@ impl Word {
         is_last
     }
 
+    /// Ends a pin, unless the caller would then have to free the folio. Returns whether the pin was ended.
+    #[must_use]
+    pub fn unpin_unless_freed(&self) -> bool {
+        loop {
+            let seen = self.load();
+            debug_assert!(seen.pins() > 0, "{seen:?}");
+            if seen.kind() == Kind::Gone && seen.pins() == 1 {
+                return false;
+            }
+            if self.0.compare_exchange_weak(seen.0, seen.0 - ONE_PIN, Release, Relaxed).is_ok() {
+                return true;
+            }
+        }
+    }
+
     /// Makes a folio dirty that the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
         // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
@@ -472,6 +487,7 @@ mod tests {
         assert!(word.hold().is_err() && word.freeze().is_err());
         assert_eq!(word.remove_from_file(), Removal { must_be_freed: false, was_dirty: true });
         assert!(!word.is_unchanged(seen) && word.pin().is_err());
+        assert!(!word.unpin_unless_freed(), "the last unpin must free the folio");
         assert!(word.unpin(), "the last unpin must free the folio");
         word.set_free(0, false);
         assert_eq!(word.load().kind(), Kind::Free);
@@ -540,7 +556,8 @@ mod tests {
             word.pin().unwrap();
         }
         assert_eq!(word.pin().unwrap_err().pins(), MAX_PINS);
-        for _ in 0..MAX_PINS {
+        assert!(word.unpin_unless_freed() && word.load().pins() == MAX_PINS - 1);
+        for _ in 1..MAX_PINS {
             assert!(!word.unpin());
         }
         assert!(word.load().is_unsplittable());

@@ -30,6 +30,15 @@ impl Gate {
         SharedGate(self)
     }
 
+    /// As [`Gate::shared`], but returns `None` at once if a thread holds the gate exclusively.
+    pub fn try_shared(&self) -> Option<SharedGate<'_>> {
+        if self.0.fetch_add(1, Acquire) & EXCLUSIVE == 0 {
+            return Some(SharedGate(self));
+        }
+        self.0.fetch_sub(1, Release);
+        None
+    }
+
     /// Waits until no thread holds the gate exclusively, and then holds it shared.
     #[cold]
     fn wait_for_exclusive(&self) {

@@ -348,6 +348,17 @@ impl Pin<'_> {
         self.addr as *mut u8
     }
 
+    /// As [`Pin::set_dirty`], for a file that can be written. Returns false, and does nothing, if a truncation or another
+    /// removal is running: that may wait for the end of the pin.
+    pub(crate) fn try_set_dirty(&self) -> bool {
+        let Some(_gate) = self.file.gate.try_shared() else { return false };
+        let state = self.frame.word.load();
+        if !state.is_dirty() && state.kind() != Kind::Gone {
+            self.file.make_dirty(&self.place());
+        }
+        true
+    }
+
     /// Makes the folio dirty, so that writeback writes it to the store. Does nothing in a read-only file, whose changes
     /// last only until the folio is evicted.
     pub fn set_dirty(&self) {

@@ -46,6 +46,9 @@ impl Mapping {
         if is_shorter {
             file.remove_behind_end(size_bytes);
         } else {
+            if file.views.were_writable() && size_bytes > file.size_bytes() {
+                file.zero_last_os_page()?;
+            }
             file.size_bytes.store(size_bytes, Release);
         }
         file.evict_all()

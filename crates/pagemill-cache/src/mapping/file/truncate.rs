@@ -29,7 +29,7 @@ impl Mapping {
         let _gate = file.gate.exclusive();
         file.check_not_borrowed()?;
         if size_bytes >= file.size_bytes() {
-            if file.views.are_writable() {
+            if file.views.were_writable() {
                 file.zero_last_os_page()?;
             }
             file.size_bytes.store(size_bytes, Release);
@@ -71,13 +71,14 @@ impl File {
         let first = size_bytes.div_ceil(self.page_bytes() as u64);
         self.split_around(first);
         self.remove_pages(first, Owner::MAX_INDEX);
+        if !self.views.is_empty() && first > 0 {
+            // The last folio stays, but accesses behind the end must fail, also those that would change it after it was
+            // zeroed.
+            self.unmap_from_views(self.span_of(first - 1).start..first, Unmap::Always);
+        }
         // Zeroed last: before the removal, a collapse could create a huge folio of the range again, with bytes behind
         // the end.
         self.zero_behind_end(size_bytes);
-        if !self.views.is_empty() && first > 0 {
-            // The last folio stays, but accesses behind the end must fail.
-            self.unmap_from_views(self.span_of(first - 1).start..first, Unmap::Always);
-        }
     }
 
     /// Returns an error if the folio with the last byte before `size_bytes` is held for a second.

@@ -39,11 +39,6 @@ impl Mapping {
             file.check_size(offset + from.len() as u64)?;
         }
         let from = &from[..(from.len() as u64).min(most) as usize];
-        if file.views.are_writable() && offset + from.len() as u64 > file.size_bytes() {
-            let _gate = file.gate.exclusive();
-            file.check_not_borrowed()?;
-            file.zero_last_os_page()?;
-        }
         in_pieces(from.len(), |done| file.write_piece(&from[done..], offset + done as u64))
     }
 
@@ -66,7 +61,7 @@ impl File {
             let _gate = self.gate.shared();
             self.check_not_borrowed()?;
             let index = self.index_of(offset);
-            loop {
+            while !self.must_zero_tail(offset + from.len() as u64) {
                 if let Some(place) = self.pin_page(index)? {
                     if !self.pool.word(place.number).load().is_dirty() && !self.try_make_dirty(place) {
                         break;
@@ -81,7 +76,7 @@ impl File {
                 }
             }
         }
-        self.write_piece_throttled(from, offset)
+        self.write_piece_slowly(from, offset)
     }
 
     /// Writes into a folio that is pinned and dirty, and unpins it.
@@ -109,12 +104,28 @@ impl File {
         true
     }
 
-    /// As [`File::write_piece`], for a writer that must be throttled: waits without the file's gate, then writes
-    /// without another check.
+    /// Returns whether a write up to `end` must first zero the bytes behind the end of the file, which writes through a
+    /// view may have changed.
+    #[inline]
+    fn must_zero_tail(&self, end: u64) -> bool {
+        self.views.were_writable() && end > self.size_bytes()
+    }
+
+    /// As [`File::write_piece`], for a writer that must be throttled, or that must zero bytes behind the end of the file:
+    /// waits without the file's gate, then writes without another check.
     #[cold]
-    fn write_piece_throttled(&self, from: &[u8], offset: u64) -> Result<usize> {
-        self.throttle()?;
-        let _gate = self.gate.shared();
+    fn write_piece_slowly(&self, from: &[u8], offset: u64) -> Result<usize> {
+        if self.must_wait(self.page_bytes() as u64) {
+            self.throttle()?;
+        }
+        let end = offset + from.len() as u64;
+        let (mut shared, mut exclusive) = (Some(self.gate.shared()), None);
+        if self.must_zero_tail(end) {
+            drop(shared.take());
+            exclusive = Some(self.gate.exclusive());
+            self.zero_last_os_page()?;
+        }
+        let _gates = (shared, exclusive);
         self.check_not_borrowed()?;
         loop {
             if let Some(place) = self.pin_page(self.index_of(offset))? {

@@ -69,6 +69,9 @@ impl File {
     /// folio again.
     pub(crate) fn split_sparse_at(&self, first: u64, number: u32, counter: Counter) -> SparseSplitOutcome {
         let pages = 1 << self.pool.chunk_order;
+        if self.is_locked_in_memory(first..first + pages) {
+            return SparseSplitOutcome::Refused;
+        }
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool.word(number).load().kind() == Kind::Live;
@@ -95,7 +98,7 @@ impl File {
             let Some(hit) = self.tree.find(index, &guard) else { return false };
             let number = hit.value() as u32;
             let Ok(state) = self.pool.word(number).hold() else { return false };
-            if !hit.is_still() || state.order() > 0 {
+            if !hit.is_still() || state.order() > 0 || self.is_locked_in_memory(index..index + 1) {
                 self.end_hold(number);
                 return false;
             }

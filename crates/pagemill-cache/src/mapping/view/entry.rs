@@ -14,6 +14,22 @@ pub(super) const BLOCK_ENTRIES: usize = 1024;
 /// mapping of the process, and one gap behind it.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 
+/// The part of [`PIECES`] that belongs to private views. They cannot be unmapped.
+static OWN_PIECES: AtomicUsize = AtomicUsize::new(0);
+
+/// Adds to the number of pieces that belong to private views, or subtracts from it.
+pub(super) fn change_own_pieces(difference: isize) {
+    OWN_PIECES.fetch_add(difference.cast_unsigned(), Relaxed);
+    change_pieces(difference);
+}
+
+/// Returns whether a private view with `count` pieces may have another one. Private views get half of the pieces at most.
+/// A view gets at most as many as are left for the others, so no view uses up all.
+pub(super) fn may_add_own_piece(count: usize) -> bool {
+    let free = (max_pieces() / 2).saturating_sub(OWN_PIECES.load(Relaxed));
+    count < free && pieces() < max_pieces()
+}
+
 /// Returns the number of pieces of all windows.
 pub(super) fn pieces() -> usize {
     PIECES.load(Relaxed)
@@ -40,6 +56,7 @@ pub(super) fn change_pieces(difference: isize) {
 /// Ends the pieces of the parent in a fork child.
 pub(super) fn begin_child() {
     PIECES.store(0, Relaxed);
+    OWN_PIECES.store(0, Relaxed);
 }
 
 /// The state of a page of a window.

@@ -39,7 +39,7 @@ use pagemill_core::sync::{AtomicU32, Guarded};
 use pagemill_sys::fault::AllSignalsBlocked;
 use pagemill_sys::mem;
 use std::ops::Range;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 use window::{Window, Writes};
 
@@ -56,8 +56,10 @@ pub(crate) struct Views(OnceLock<Box<Windows>>);
 #[derive(Default)]
 struct Windows {
     count: AtomicU32,
-    /// Number of windows that writes through change the file.
+    /// Number of windows whose writes change the file.
     writable: AtomicU32,
+    /// Whether there was such a window.
+    were_writable: AtomicBool,
     /// Number of ranges that views have locked ([`View::lock`]).
     locked: AtomicU32,
     /// Number of guards that borrow bytes of the file ([`View::bytes`]). Increased under the file's gate, held exclusively.
@@ -72,9 +74,14 @@ impl Views {
         self.0.get().is_none_or(|windows| windows.count.load(SeqCst) == 0)
     }
 
-    /// Returns whether writes through a view can change the file.
+    /// Returns whether writes through a view may have changed the file.
     #[inline]
-    pub fn are_writable(&self) -> bool {
+    pub fn were_writable(&self) -> bool {
+        self.0.get().is_some_and(|windows| windows.were_writable.load(SeqCst))
+    }
+
+    /// Returns whether writes through a view can change the file.
+    fn are_writable(&self) -> bool {
         self.0.get().is_some_and(|windows| windows.writable.load(SeqCst) > 0)
     }
 
@@ -91,6 +98,7 @@ impl Views {
         windows.list.with(|list| list.push(window.clone()));
         windows.count.fetch_add(1, SeqCst);
         windows.writable.fetch_add(u32::from(window.writes == Writes::Shared), SeqCst);
+        windows.were_writable.fetch_or(window.writes == Writes::Shared, SeqCst);
     }
 
     fn remove(&self, window: &Arc<Window>) {

@@ -10,6 +10,7 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::Backoff;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::fault::AllSignalsBlocked;
+use pagemill_sys::window::Errno;
 use pagemill_sys::{mem, window};
 use std::ops::Range;
 use std::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst, fence};
@@ -48,6 +49,8 @@ pub(super) enum Mapped {
     Busy,
     /// The page is not in memory, or [`Window::fill`] is needed for another reason.
     No,
+    /// The system, or the limit of mappings, refuses another mapping.
+    Failed(Errno),
 }
 
 /// Which pages an unmapping includes.
@@ -83,22 +86,26 @@ impl Window {
         let is_right = is_inside && state.kind() == Kind::Live && self.file.has_page_in(frame, page, state.order());
         let copies = access == Access::Write && self.writes == Writes::Private;
         let mut together = Together::new(page, number);
-        let is_mapped = is_right
-            && if copies {
-                let first = page >> state.order() << state.order();
-                self.copy_page(page, self.file.pool.addr(number) + self.file.offset_of(page - first) as usize)
-            } else {
-                self.is_ready(frame, access) && {
-                    let is_writable = self.is_mapped_writable(access);
-                    if seen == Entry::EMPTY && state.order() == 0 {
-                        self.claim_following(&mut together, is_writable, mapper);
-                    }
-                    self.map_piece(&together, offset, state.order(), is_writable)
-                }
-            };
-        // The entry keeps the pin also of a wrong folio: ending a pin may free the folio, which needs a lock. An entry
+        let mapped = if !is_right {
+            Mapped::No
+        } else if copies {
+            let first = page >> state.order() << state.order();
+            self.copy_page(page, self.file.pool.addr(number) + self.file.offset_of(page - first) as usize)
+        } else if self.is_ready(frame, access) {
+            let is_writable = self.writes == Writes::Shared && frame.word.load().is_dirty();
+            if seen == Entry::EMPTY && state.order() == 0 {
+                self.claim_following(&mut together, is_writable, mapper);
+            }
+            self.map_piece(&together, offset, state.order(), is_writable)
+        } else {
+            Mapped::No
+        };
+        let is_mapped = mapped == Mapped::Yes;
+        // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock. An entry
         // whose page was copied is no piece.
-        self.entries.release(at, seen, Entry::of(number, copies && is_mapped));
+        let is_empty = !is_right && frame.word.unpin_unless_freed();
+        let now = if is_empty { Entry::EMPTY } else { Entry::of(number, copies && is_mapped) };
+        self.entries.release(at, seen, now);
         for more in 1..together.count {
             self.entries.release(at + more, Entry::EMPTY, Entry::of(number + more as u32, is_mapped));
         }
@@ -108,7 +115,7 @@ impl Window {
         if mapper == Mapper::Filler && is_mapped {
             self.note_uses(&together);
         }
-        if is_mapped { Mapped::Yes } else { Mapped::No }
+        mapped
     }
 
     /// Returns the end of the last OS page of the file.
@@ -116,23 +123,18 @@ impl Window {
         self.file.size_bytes().next_multiple_of(mem::os_page_bytes() as u64)
     }
 
-    /// Returns whether a page is mapped writable for an access. In a file without a store, each access makes a page of a
-    /// writable view writable, because a dirty page costs nothing there.
-    fn is_mapped_writable(&self, access: Access) -> bool {
-        self.writes == Writes::Shared && (access == Access::Write || self.file.dirty.is_none())
-    }
-
-    /// Returns whether a pinned folio can be mapped for an access. Before a folio is mapped writable, it must be dirty. It
-    /// stays dirty until it is unmapped, because its entry has a pin.
+    /// Returns whether a pinned folio can be mapped for an access. A folio of a writable view is mapped writable if it is
+    /// dirty. It stays dirty until it is unmapped, because its entry has a pin. In a file without a store, each access
+    /// makes it dirty, because that costs nothing there.
     fn is_ready(&self, frame: &Frame, access: Access) -> bool {
-        if !self.is_mapped_writable(access) || frame.word.load().is_dirty() {
+        if self.writes != Writes::Shared || frame.word.load().is_dirty() {
             return true;
         }
         if self.file.dirty.is_none() {
             frame.word.set_dirty();
             return true;
         }
-        false
+        access == Access::Read
     }
 
     /// Pins the folio of a page. Returns `Err(None)` if it is not in memory, and `Err` with its number if the pinned
@@ -167,6 +169,7 @@ impl Window {
                     && state.order() == 0
                     && self.file.has_page_in(frame, page, 0)
                     && !(mapper == Mapper::Handler && self.file.store.is_some() && state.is_prefetched())
+                    && (!is_writable || state.is_dirty() || self.file.dirty.is_none())
             };
             let frame = self.file.pool.frame_if_any(u64::from(number));
             let Some(frame) = frame.filter(|frame| is_next(frame)) else { return };
@@ -181,18 +184,20 @@ impl Window {
             }
             together.count += 1;
             if !is_next(frame) || is_writable && !self.is_ready(frame, Access::Write) {
-                // The folio was removed meanwhile, so its entry keeps the pin, and the page is not mapped.
+                // The folio was removed or written back meanwhile.
                 together.count -= 1;
-                return self.entries.release(at, Entry::EMPTY, Entry::of(number, false));
+                let is_empty = frame.word.unpin_unless_freed();
+                let now = if is_empty { Entry::EMPTY } else { Entry::of(number, false) };
+                return self.entries.release(at, Entry::EMPTY, now);
             }
         }
     }
 
     /// Maps pinned folios of 2^`order` pages, as far as they lie in the window and before the end of the file's last OS
-    /// page. Returns whether the byte at `offset` is mapped.
-    fn map_piece(&self, together: &Together, offset: u64, order: u8, is_writable: bool) -> bool {
+    /// page.
+    fn map_piece(&self, together: &Together, offset: u64, order: u8, is_writable: bool) -> Mapped {
         if entry::pieces() >= entry::max_pieces() {
-            return false;
+            return Mapped::Failed(Errno::NOMEM);
         }
         let page = together.page;
         let first = page >> order << order;
@@ -201,20 +206,22 @@ impl Window {
         self.with_shared_pages(page, pages, |pages| {
             let bytes = self.bytes_of(pages);
             let bytes = bytes.start..bytes.end.min(end_of_file);
-            let Some(source) = self.file.pool.view_source(together.number, is_writable) else { return false };
+            let Some(source) = self.file.pool.view_source(together.number, is_writable) else { return Mapped::No };
             if !bytes.contains(&offset) {
-                return false;
+                return Mapped::No;
             }
             let source = source + (bytes.start - self.file.offset_of(first)) as usize;
             let (to, len_bytes) = (self.addr_of(bytes.start), (bytes.end - bytes.start) as usize);
             // SAFETY: the addresses lie in the window, whose pages are accessed only through mappings. The source is a
             // mapping of the pool's memory.
-            let is_mapped = unsafe { window::map_again(source, len_bytes, to) }.is_ok();
-            if !is_mapped {
-                // The addresses may have lost their reservation.
-                Self::reserve_again(&(to..to + len_bytes), &(to..to + len_bytes));
+            match unsafe { window::map_again(source, len_bytes, to) } {
+                Ok(()) => Mapped::Yes,
+                Err(error) => {
+                    // The kernel may have unmapped the addresses already.
+                    Self::reserve_again(&(to..to + len_bytes), || to..to + len_bytes);
+                    Mapped::Failed(error)
+                }
             }
-            is_mapped
         })
     }
 
@@ -231,13 +238,13 @@ impl Window {
     /// # Errors
     ///
     /// As [`crate::mapping::Mapping::pin`]. For a write also as [`crate::mapping::Mapping::write_at`].
-    /// [`Error::PastEnd`] behind the end of the file. [`Error::TooMany`] if all mappings are those of prefaulted pages and
-    /// of pages that belong to private views.
+    /// [`Error::PastEnd`] behind the end of the file. [`Error::System`] if the process or its views may have no more
+    /// mappings.
     pub fn fill(&self, page: u64, access: Access) -> Result<u64> {
         let file = &self.file;
         let offset = file.offset_of(page).max(self.offset);
-        let mut backoff = Backoff::new();
-        for attempt in 0..MAX_FILL_ATTEMPTS {
+        let (mut backoff, mut is_throttled, mut has_failed) = (Backoff::new(), false, false);
+        for _ in 0..MAX_FILL_ATTEMPTS {
             if self.is_own(page) {
                 return Ok(page + 1);
             }
@@ -246,31 +253,39 @@ impl Window {
                 return Err(Error::PastEnd { offset, size_bytes });
             }
             // The pin keeps the page in memory until it is mapped, and counts as its use.
-            let mut pin = file.pin_for_view(offset)?;
+            let pin = file.pin_for_view(offset)?;
             if access == Access::Write && self.writes == Writes::Shared && file.dirty.is_some() && !pin.is_dirty() {
-                if file.must_wait(pin.folio_bytes()) {
+                let must_wait = !is_throttled && file.must_wait(pin.folio_bytes());
+                if must_wait || !pin.try_set_dirty() {
                     drop(pin);
-                    file.throttle()?;
-                    pin = file.pin_for_view(offset)?;
+                    if must_wait {
+                        file.throttle()?;
+                        is_throttled = true;
+                    }
+                    backoff.pause();
+                    continue;
                 }
-                pin.set_dirty();
             }
             let blocked = AllSignalsBlocked::begin();
             let mapped = self.try_map(offset, access, Mapper::Filler);
             let end = file.index_of(offset + pin.len_bytes() as u64 - 1) + 1;
             drop(blocked);
             match mapped {
-                Mapped::Yes => return Ok(if self.is_own(page) { page + 1 } else { end }),
-                Mapped::No => {
-                    // The entry may have a folio that was removed from the file. Or there are too many mappings.
-                    self.unmap(page..page + 1, Unmap::Always);
-                    let most = entry::max_pieces();
-                    if entry::pieces() >= most || attempt > 0 {
-                        registry::unmap_some(most / 8);
+                Mapped::Yes if self.is_own(page) => return Ok(page + 1),
+                // Only pages up to the next one that belongs to the view were mapped.
+                Mapped::Yes => return Ok(self.end_of_shared_pages(page, end)),
+                // The entry may have a folio that was removed from the file.
+                Mapped::No => self.unmap(page..page + 1, Unmap::Always),
+                Mapped::Failed(error) if has_failed => {
+                    drop(pin);
+                    if access == Access::Write && self.copy_with_neighbours(page)? {
+                        return Ok(page + 1);
                     }
-                    if entry::pieces() >= most {
-                        return Err(Error::TooMany { what: "mappings of views", most });
-                    }
+                    return Err(Error::System { doing: "mapping pages of views", cause: error.into() });
+                }
+                Mapped::Failed(_) => {
+                    has_failed = true;
+                    registry::unmap_some(entry::max_pieces() / 8);
                 }
                 Mapped::Busy => {}
             }
@@ -346,6 +361,13 @@ impl Window {
         pages.start + count as u64
     }
 
+    /// Returns the first page behind `page`, before `end`, that belongs to the view; `end` if there is none.
+    fn end_of_shared_pages(&self, page: u64, end: u64) -> u64 {
+        let Some(own_pages) = &self.own_pages else { return end };
+        let (from, to) = (self.at(page + 1), self.at(end.min(self.pages().end)));
+        self.first_page + own_pages.next(from.min(to), to) as u64
+    }
+
     fn is_kept(&self, pages: Range<u64>) -> bool {
         self.kept.with(|kept| kept.iter().any(|kept| kept.start < pages.end && kept.end > pages.start))
     }
@@ -354,7 +376,7 @@ impl Window {
     pub fn unmap_all(&self) {
         let _blocked = AllSignalsBlocked::begin();
         let all = self.addr..self.addr + self.len_bytes;
-        Self::reserve_again(&all, &all);
+        Self::reserve_again(&all, || all.clone());
         self.forget_own_pages();
         for at in (0..self.entries.count()).step_by(BLOCK_ENTRIES).filter(|at| !self.entries.is_block_empty(*at)) {
             for at in at..(at + BLOCK_ENTRIES).min(self.entries.count()) {

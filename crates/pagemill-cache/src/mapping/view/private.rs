@@ -9,13 +9,19 @@
 #![allow(unsafe_code)] // copies and moves pages
 
 use super::entry;
+use super::pieces::{Access, Mapped};
 use super::window::Window;
 use crate::mapping::File;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::Guarded;
 use pagemill_core::units::BLOCK_BYTES;
-use pagemill_sys::{mem, window};
+use pagemill_sys::fault::AllSignalsBlocked;
+use pagemill_sys::window::Errno;
+use pagemill_sys::{mem, process, window};
 use std::ops::Range;
+
+/// Maximum number of pages that are copied with a page, so that its copy lies beside other ones.
+const MAX_DISTANCE: usize = 1024;
 
 /// The pages of a window that belong to its view.
 pub(super) struct OwnPages {
@@ -27,25 +33,41 @@ pub(super) struct OwnPages {
     /// Addresses in front of the copy range, for its alignment.
     head_bytes: usize,
     len_bytes: usize,
+    /// The process that has the memory. Fork children do not get it.
+    process: u32,
 }
 
 /// A set of pages of a window.
-pub(super) struct Bits(Vec<u64>);
+pub(super) struct Bits {
+    words: Vec<u64>,
+    /// Number of runs of adjacent pages of the set.
+    runs: usize,
+}
 
 impl Bits {
     fn has(&self, at: usize) -> bool {
-        self.0[at / 64] >> (at % 64) & 1 == 1
+        self.words[at / 64] >> (at % 64) & 1 == 1
     }
 
-    fn insert(&mut self, at: usize) {
-        self.0[at / 64] |= 1 << (at % 64);
+    /// Adds a page that is not in the set. Returns the change of the number of runs.
+    fn insert(&mut self, at: usize) -> isize {
+        let change = 1 - self.neighbours(at) as isize;
+        self.words[at / 64] |= 1 << (at % 64);
+        self.runs = self.runs.wrapping_add_signed(change);
+        change
+    }
+
+    /// Returns how many of the two pages beside a page are in the set.
+    fn neighbours(&self, at: usize) -> usize {
+        let is_in = |at: usize| at / 64 < self.words.len() && self.has(at);
+        usize::from(at > 0 && is_in(at - 1)) + usize::from(is_in(at + 1))
     }
 
     /// Returns the first page from `at` on, before `end`, that the set has (`true`) or lacks (`false`); `end` if there is
     /// none.
     fn next(&self, mut at: usize, end: usize, is_in: bool) -> usize {
         while at < end {
-            let word = if is_in { self.0[at / 64] } else { !self.0[at / 64] } >> (at % 64);
+            let word = if is_in { self.words[at / 64] } else { !self.words[at / 64] } >> (at % 64);
             if word != 0 {
                 return (at + word.trailing_zeros() as usize).min(end);
             }
@@ -54,23 +76,22 @@ impl Bits {
         end
     }
 
-    /// Returns the first page of the longest range that ends before `at` and has no page of the set.
-    fn begin_of_gap(&self, at: usize) -> usize {
+    /// Returns the first page of the longest range that begins at `least` or later, ends before `at`, and has no page of
+    /// the set.
+    fn begin_of_gap(&self, at: usize, least: usize) -> usize {
         let mut word_at = at / 64;
-        let mut word = self.0.get(word_at).map_or(0, |word| word & ((1 << (at % 64)) - 1));
-        while word == 0 {
-            if word_at == 0 {
-                return 0;
-            }
+        let mut word = self.words.get(word_at).map_or(0, |word| word & ((1 << (at % 64)) - 1));
+        while word == 0 && word_at * 64 > least {
             word_at -= 1;
-            word = self.0[word_at];
+            word = self.words[word_at];
         }
-        word_at * 64 + 64 - word.leading_zeros() as usize
+        if word == 0 { least } else { (word_at * 64 + 64 - word.leading_zeros() as usize).max(least) }
     }
 
-    /// Returns the longest range that contains page `at`, which is not in the set, and has no page of the set.
-    fn gap_around(&self, at: usize, count: usize) -> Range<usize> {
-        self.begin_of_gap(at)..self.next(at, count, true)
+    /// Returns the longest range inside of `within` that contains page `at`, which is not in the set, and has no page of
+    /// the set.
+    fn gap_around(&self, at: usize, within: Range<usize>) -> Range<usize> {
+        self.begin_of_gap(at, within.start)..self.next(at, within.end, true)
     }
 
     /// Returns the ranges of `pages` without pages of the set.
@@ -84,7 +105,7 @@ impl Bits {
     }
 
     fn count(&self) -> usize {
-        self.0.iter().map(|word| word.count_ones() as usize).sum()
+        self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 }
 
@@ -96,23 +117,49 @@ impl OwnPages {
         let total = len_bytes + head_bytes;
         let base = window::map_private(total, BLOCK_BYTES, use_huge)
             .map_err(|_| Error::NoAddresses { wanted_bytes: total as u64 })?;
-        let bits = Guarded::new(Bits(vec![0; count.div_ceil(64)]));
-        Ok(Self { bits, copies: base + head_bytes, head_bytes, len_bytes })
+        let bits = Guarded::new(Bits { words: vec![0; count.div_ceil(64)], runs: 0 });
+        Ok(Self { bits, copies: base + head_bytes, head_bytes, len_bytes, process: process::id() })
     }
 
     /// Returns whether entry `at` is that of a page that belongs to the view.
     pub fn has(&self, at: usize) -> bool {
+        // As in `File::unmap_from_views`.
+        let _blocked = AllSignalsBlocked::begin();
         self.bits.with(|bits| bits.has(at))
+    }
+
+    /// Returns the first page from entry `at` on that belongs to the view; `end` if there is none before it.
+    pub fn next(&self, at: usize, end: usize) -> usize {
+        let _blocked = AllSignalsBlocked::begin();
+        self.bits.with(|bits| bits.next(at, end, true))
+    }
+
+    /// Returns the pages from the nearest page of the view to entry `at`, in the order in which each has one of the view
+    /// beside it; `None` if none is within [`MAX_DISTANCE`].
+    fn path_to(&self, at: usize, count: usize) -> Option<impl Iterator<Item = usize> + use<>> {
+        let _blocked = AllSignalsBlocked::begin();
+        let within = at.saturating_sub(MAX_DISTANCE)..count.min(at + MAX_DISTANCE);
+        let gap = self.bits.with(|bits| bits.gap_around(at, within.clone()));
+        let (has_before, has_behind) = (gap.start > within.start, gap.end < within.end);
+        let is_before = has_before && (!has_behind || at - gap.start <= gap.end - at);
+        (has_before || has_behind).then(|| {
+            let len = if is_before { at + 1 - gap.start } else { gap.end - at };
+            (0..len).map(move |step| if is_before { gap.start + step } else { gap.end - 1 - step })
+        })
     }
 
     /// Returns the number of pages that belong to the view.
     pub fn count(&self) -> usize {
+        let _blocked = AllSignalsBlocked::begin();
         self.bits.with(|bits| bits.count())
     }
 }
 
 impl Drop for OwnPages {
     fn drop(&mut self) {
+        if self.process != process::id() {
+            return;
+        }
         // SAFETY: the copy range belongs to this value. No copy is being made any more.
         unsafe { mem::unreserve(self.copies - self.head_bytes, self.head_bytes + self.len_bytes) };
     }
@@ -125,9 +172,9 @@ impl Window {
     }
 
     /// Copies a page into memory of the view, from `source`, the address of the page's bytes in the pool, and maps the copy
-    /// in the window. The caller has pinned the folio and claimed the entry. Returns whether it was copied.
-    pub(super) fn copy_page(&self, page: u64, source: usize) -> bool {
-        let Some(own_pages) = &self.own_pages else { return false };
+    /// in the window. The caller has pinned the folio and claimed the entry.
+    pub(super) fn copy_page(&self, page: u64, source: usize) -> Mapped {
+        let Some(own_pages) = &self.own_pages else { return Mapped::No };
         let bytes = self.bytes_of(page..page + 1);
         let (at, len_bytes) = (self.at(page), (bytes.end - bytes.start) as usize);
         let source = source + (bytes.start - self.file.offset_of(page)) as usize;
@@ -136,36 +183,51 @@ impl Window {
         // pinned. Another thread may change it meanwhile; the copy has each of its bytes before or after the change.
         unsafe { crate::folio::copy(copy as *mut u8, source as *const u8, len_bytes) };
         own_pages.bits.with(|bits| {
-            let neighbours = [at.checked_sub(1), Some(at + 1).filter(|at| *at < self.entries.count())];
-            let adjacent = neighbours.into_iter().flatten().filter(|at| bits.has(*at)).count();
-            if adjacent == 0 && entry::pieces() >= entry::max_pieces() {
-                return false;
+            if bits.neighbours(at) == 0 && !entry::may_add_own_piece(bits.runs) {
+                return Mapped::Failed(Errno::NOMEM);
             }
             // SAFETY: both ranges belong to the window. Accesses to its addresses call the fault handler.
-            let is_moved = unsafe { window::move_pages(copy, len_bytes, to) }.is_ok();
-            if is_moved {
-                entry::change_pieces(1 - adjacent as isize);
-                bits.insert(at);
-            } else {
-                // The addresses may have lost their reservation.
-                Self::reserve_again(&(to..to + len_bytes), &(to..to + len_bytes));
+            match unsafe { window::move_pages(copy, len_bytes, to) } {
+                Ok(()) => {
+                    entry::change_own_pieces(bits.insert(at));
+                    Mapped::Yes
+                }
+                Err(error) => {
+                    // The kernel may have unmapped the addresses already.
+                    window::reserve_if_unmapped(to, len_bytes);
+                    Mapped::Failed(error)
+                }
             }
-            is_moved
         })
     }
 
     /// Calls `map` with the part of `pages` around `page` that does not belong to the view, while no page there can become
     /// the view's own.
-    pub(super) fn with_shared_pages(&self, page: u64, pages: Range<u64>, map: impl FnOnce(Range<u64>) -> bool) -> bool {
+    pub(super) fn with_shared_pages(
+        &self,
+        page: u64,
+        pages: Range<u64>,
+        map: impl FnOnce(Range<u64>) -> Mapped,
+    ) -> Mapped {
         let Some(own_pages) = &self.own_pages else { return map(pages) };
         own_pages.bits.with(|bits| {
             if bits.has(self.at(page)) {
-                return false;
+                return Mapped::Busy;
             }
-            let gap = bits.gap_around(self.at(page), self.entries.count());
-            let (begin, end) = (self.first_page + gap.start as u64, self.first_page + gap.end as u64);
-            map(pages.start.max(begin)..pages.end.min(end))
+            let gap = bits.gap_around(self.at(page), self.at(pages.start)..self.at(pages.end));
+            map(self.first_page + gap.start as u64..self.first_page + gap.end as u64)
         })
+    }
+
+    /// Copies a page although no piece may be added: first copies the pages between it and the nearest page that belongs
+    /// to the view, so that the copies form one mapping. Returns whether that was possible.
+    pub(super) fn copy_with_neighbours(&self, page: u64) -> Result<bool> {
+        let path = self.own_pages.as_ref().and_then(|own| own.path_to(self.at(page), self.entries.count()));
+        let Some(path) = path else { return Ok(false) };
+        for at in path {
+            self.fill(self.first_page + at as u64, Access::Write)?;
+        }
+        Ok(true)
     }
 
     /// Unmaps pages, except those that belong to the view.
@@ -177,11 +239,11 @@ impl Window {
         };
         let (pages, count) = (self.at(pages.start)..self.at(pages.end), self.entries.count());
         match &self.own_pages {
-            None => Self::reserve_again(&addresses(pages), &addresses(0..count)),
+            None => Self::reserve_again(&addresses(pages), || addresses(0..count)),
             Some(own_pages) => own_pages.bits.with(|bits| {
                 for gap in bits.gaps(pages) {
-                    let around = bits.gap_around(gap.start, count);
-                    Self::reserve_again(&addresses(gap), &addresses(around));
+                    let around = || addresses(bits.gap_around(gap.start, 0..count));
+                    Self::reserve_again(&addresses(gap.clone()), around);
                 }
             }),
         }
@@ -190,13 +252,7 @@ impl Window {
     /// Ends the pieces of the view's own pages. Called once, when the window is not used any more.
     pub(super) fn forget_own_pages(&self) {
         let Some(own_pages) = &self.own_pages else { return };
-        let runs = own_pages.bits.with(|bits| {
-            let count = self.entries.count();
-            bits.gaps(0..count).fold((0, 0), |(runs, end), gap| (runs + usize::from(gap.start > end), gap.end))
-        });
-        // The last run of own pages has no gap behind it.
-        let last = usize::from(runs.1 < self.entries.count());
-        entry::change_pieces(-((runs.0 + last) as isize));
+        own_pages.bits.with(|bits| entry::change_own_pieces(-(bits.runs as isize)));
     }
 }
 
@@ -209,14 +265,21 @@ mod tests {
     fn gaps_are_found() {
         let sets: [&[usize]; 5] = [&[], &[0, 199], &[5, 6, 7, 70], &[63, 64, 128], &[127, 130]];
         for set in sets {
-            let mut bits = Bits(vec![0; 4]);
-            set.iter().for_each(|at| bits.insert(*at));
-            assert_eq!(bits.count(), set.len());
+            let mut bits = Bits { words: vec![0; 4], runs: 0 };
+            set.iter().for_each(|at| _ = bits.insert(*at));
+            let runs = set.iter().filter(|at| !set.contains(&(**at + 1))).count();
+            assert_eq!((bits.count(), bits.runs), (set.len(), runs), "{set:?}");
             let free: Vec<bool> = (0..200).map(|at| !set.contains(&at)).collect();
             for at in (0..200).filter(|at| free[*at]) {
                 let begin = (0..at).rev().find(|at| !free[*at]).map_or(0, |at| at + 1);
                 let end = (at..200).find(|at| !free[*at]).unwrap_or(200);
-                assert_eq!(bits.gap_around(at, 200), begin..end, "{set:?}");
+                assert_eq!(bits.gap_around(at, 0..200), begin..end, "{set:?}");
+                let within = at.saturating_sub(3)..(at + 70).min(200);
+                assert_eq!(
+                    bits.gap_around(at, within.clone()),
+                    begin.max(within.start)..end.min(within.end),
+                    "{set:?}"
+                );
             }
             let found: Vec<usize> = bits.gaps(3..150).flatten().collect();
             assert_eq!(found, (3..150).filter(|at| free[*at]).collect::<Vec<_>>(), "{set:?}");

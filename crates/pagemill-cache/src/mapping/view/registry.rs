@@ -122,6 +122,6 @@ fn resolve(window: &Window, addr: usize, access: Option<fault::Access>) -> Verdi
     match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
         Mapped::Yes => Verdict::Resolved,
         Mapped::Busy => Verdict::Again,
-        Mapped::No => fill::fill(window, addr, access),
+        Mapped::No | Mapped::Failed(_) => fill::fill(window, addr, access),
     }
 }

@@ -124,16 +124,16 @@ impl Window {
         self.addr + (offset - self.offset) as usize
     }
 
-    /// Replaces what is mapped at a range of addresses by the reservation. `around` is a larger range that consists of
+    /// Replaces what is mapped at a range of addresses by the reservation. `around` returns a larger range that consists of
     /// whole mappings. The pages there are mapped again when they are accessed.
-    pub(super) fn reserve_again(range: &Range<usize>, around: &Range<usize>) {
+    pub(super) fn reserve_again(range: &Range<usize>, around: impl Fn() -> Range<usize>) {
         // A process with too many mappings cannot split one, but can remove the access to mappings, or replace whole ones.
         // SAFETY: the addresses lie in the window. Accesses to them call the fault handler.
         let is_unmapped = unsafe {
             window::reserve_again(range.start, range.len()).is_ok()
                 || mem::close(range.start, range.len()).is_ok()
-                || window::reserve_again(around.start, around.len()).is_ok()
-                || mem::close(around.start, around.len()).is_ok()
+                || window::reserve_again(around().start, around().len()).is_ok()
+                || mem::close(around().start, around().len()).is_ok()
         };
         if !is_unmapped {
             // The memory of the folios would be accessible after its reuse.
