@@ -475,8 +475,8 @@ pub fn unreadable(pid: u32) -> String {
 /// Explains why a running process has no figures file.
 fn explain_no_figures(pid: u32) -> String {
     format!(
-        "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
-         it itself, or is so small that the C library serves it (run --after)"
+        "process {pid} publishes no figures: it runs without Pagemill, with another version of it, is a fork child \
+         that has not used it itself, or is so small that the C library serves it (run --after)"
     )
 }
 

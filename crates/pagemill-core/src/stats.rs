@@ -347,6 +347,22 @@ counters! {
     measured_at: MeasuredAt, Moment, Count;
     /// Panics of stores, policies and completion callbacks that background threads caught.
     behind_panics: BehindPanics, Sum, Count;
+    /// Page faults in views that the fault handler handled. An access that is retried counts again.
+    view_faults: ViewFaults, Sum, Count;
+    /// Accesses to views that raised SIGBUS: behind the end of the file, or the store could not read the page.
+    view_faults_failed: ViewFaultsFailed, Sum, Count;
+    /// Page faults in views for which a fill thread mapped the page, mostly after reading it from the store.
+    view_fills: ViewFills, Sum, Count;
+    /// Mappings of files and of private copies in views. A huge folio is one mapping.
+    view_mappings: ViewMappings, Gauge, Count;
+    /// Largest number of `view_mappings` that is allowed: a quarter of vm.max_map_count. 0 before the first view.
+    view_mappings_max: ViewMappingsMax, Gauge, Count;
+    /// Folios unmapped from views because they were evicted, written back, split, collapsed or removed from the file.
+    view_unmapped: ViewUnmapped, Sum, Count;
+    /// Folios unmapped from views because `view_mappings_max` was reached.
+    view_unmapped_for_limit: ViewUnmappedForLimit, Sum, Count;
+    /// Sum of the ranges that views have locked in memory: part of `cache`. A range locked twice counts twice.
+    view_locked: ViewLocked, Gauge, Bytes;
 }
 
 /// The counters of memory that could be given back at once. Their sum is [`Snapshot::giveable_bytes`].
@@ -362,11 +378,11 @@ pub const GIVEABLE: &[Counter] = &[
 ];
 
 /// Maximum number of counters on a page.
-pub(crate) const MAX_COUNTERS: usize = 128;
+pub(crate) const MAX_COUNTERS: usize = 192;
 const _: () = assert!(TABLE.len() <= MAX_COUNTERS);
 
 /// Layout version of [`Figures`].
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// First word of the page of figures. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");

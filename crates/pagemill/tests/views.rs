@@ -5,6 +5,8 @@
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Mapping, PageCache, Policy, Source, View};
 use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, MemoryStore};
 use pagemill_testbed::Testbed;
 use std::os::unix::process::ExitStatusExt;
@@ -229,6 +231,7 @@ fn mappings_stay_below_their_limit() {
             assert_eq!(bytes, [page as u8 | 1; 2], "page {page}");
         }
         assert!(mapping_count(&view) <= max_mappings / 2 + 100);
+        assert!(stats::get(Counter::ViewUnmappedForLimit) > 0);
     }
     file.truncate(0).unwrap();
     assert!(mapping_count(&view) <= 2, "{} mappings are left", mapping_count(&view));
@@ -319,6 +322,50 @@ fn errors_of_the_store_are_reported() {
     store.set_faults(Faults::default());
     drop(view.prefault(0..MIB).unwrap());
     assert_view(&view, 0, &bytes(MIB));
+}
+
+/// Set in the child process of [`faults_and_mappings_are_counted`].
+const COUNTS_ENV: &str = "VIEWS_COUNTS";
+
+/// Pages are accessed through a view in a process without other views. The counters must have the number of faults, of
+/// pages that fill threads read, and of mappings. `vmstat` shows the counters.
+#[test]
+fn faults_and_mappings_are_counted() {
+    if std::env::var(COUNTS_ENV).is_err() {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["faults_and_mappings_are_counted", "--exact"]).env(COUNTS_ENV, "1");
+        let output = child.output().unwrap();
+        return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+    let assert_counts = |faults: u64, fills: u64, mappings: u64, unmapped: u64| {
+        let counters = [Counter::ViewFaults, Counter::ViewFills, Counter::ViewMappings, Counter::ViewUnmapped];
+        assert_eq!(counters.map(stats::get), [faults, fills, mappings, unmapped]);
+    };
+    let (page_bytes, len) = (64 << 10, 4 * MIB);
+    let page = PageSize::new(page_bytes).unwrap();
+    let builder = PageCache::builder("counted").limit(8 << 20).page(page).huge(false).source(Source::Shared);
+    let cache = builder.build_in(Testbed::for_test().caches).unwrap();
+    let file = cache.open(Arc::new(MemoryStore::new(bytes(len), 512))).unwrap();
+    file.read_at(&mut [0], 0).unwrap();
+    let view = file.view(0..len as u64).unwrap();
+    assert_counts(0, 0, 0, 0);
+    let max_mappings: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    assert_eq!(stats::get(Counter::ViewMappingsMax), max_mappings / 4);
+    // All of a software page is mapped by one fault. Pages that are not in memory are read by fill threads.
+    assert_view(&view, 0, &bytes(page_bytes));
+    assert_counts(1, 0, 1, 0);
+    let last = len - page_bytes;
+    assert_view(&view, last, &bytes(len)[last..]);
+    assert_counts(2, 1, 2, 0);
+    file.truncate(last as u64).unwrap();
+    assert_counts(2, 1, 1, 1);
+    view.lock(0..page_bytes).unwrap();
+    assert_eq!(stats::get(Counter::ViewLocked), page_bytes as u64);
+    drop(view);
+    assert_counts(2, 1, 0, 1);
+    assert_eq!(stats::get(Counter::ViewLocked), 0);
+    assert_eq!(stats::get(Counter::ViewUnmappedForLimit), 0);
+    assert_eq!(stats::get(Counter::ViewFaultsFailed), 0);
 }
 
 /// Names of the accesses that a child process of [`wrong_accesses_raise_sigbus`] makes.

@@ -1,5 +1,5 @@
 //! The record of a process's statistics: all counters of [`stats::TABLE`](crate::stats::TABLE), 8 bytes each, with
-//! space for 128 counters.
+//! space for 192 counters.
 
 use super::{Record, bytes_of, u64_at};
 use crate::published::Subject;

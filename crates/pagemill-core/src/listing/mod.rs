@@ -58,7 +58,7 @@ const fn magic_of(subject: Subject) -> u64 {
         Subject::Ranges => *b"pm-vrng1",
         Subject::Caches => *b"pm-cach2",
         Subject::Slabs => *b"pm-slab2",
-        Subject::Figures => *b"pm-figr1",
+        Subject::Figures => *b"pm-figr2",
         Subject::Command => *b"pm-answ1",
     })
 }

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // accesses the tables
 
 use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, Backoff};
 use pagemill_sys::{mem, window};
 use std::ptr;
@@ -51,6 +52,7 @@ pub(super) fn max_pieces() -> usize {
 /// Adds to the number of pieces, or subtracts from it.
 pub(super) fn change_pieces(difference: isize) {
     PIECES.fetch_add(difference.cast_unsigned(), Relaxed);
+    stats::add(Counter::ViewMappings, difference.cast_unsigned() as u64);
 }
 
 /// Ends the pieces of the parent in a fork child.

@@ -8,6 +8,7 @@ use super::pieces::Access;
 use super::window::Window;
 use pagemill_core::callback;
 use pagemill_core::error::Error;
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::fault::Verdict;
 use pagemill_sys::mem;
 use pagemill_sys::stack::Stacks;
@@ -35,7 +36,10 @@ pub(super) fn fill(window: &Window, addr: usize, access: Access) -> Verdict {
         // A panic of a store or policy counts as a failure.
         let result = callback::catch_panic(|| window.fill(window.page_at(addr), access));
         match result {
-            Some(Ok(_)) => Verdict::Resolved,
+            Some(Ok(_)) => {
+                stats::add(Counter::ViewFills, 1);
+                Verdict::Resolved
+            }
             // Another thread holds the page for long, so the access is tried again.
             Some(Err(Error::Busy { .. })) => Verdict::Again,
             Some(Err(Error::PastEnd { .. })) | None => Verdict::Purged,

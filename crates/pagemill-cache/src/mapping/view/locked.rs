@@ -3,6 +3,7 @@
 //! after the eviction.
 
 use super::window::Window;
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::fault::AllSignalsBlocked;
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
@@ -54,6 +55,12 @@ impl Window {
         let Some(windows) = self.file.views.0.get() else { return };
         windows.locked.fetch_add(ranges.cast_unsigned(), SeqCst);
         let counter = &self.file.cache.locked_by_views;
-        let _ = if ranges > 0 { counter.fetch_add(bytes, SeqCst) } else { counter.fetch_sub(bytes, SeqCst) };
+        if ranges > 0 {
+            counter.fetch_add(bytes, SeqCst);
+            stats::add(Counter::ViewLocked, bytes);
+        } else {
+            counter.fetch_sub(bytes, SeqCst);
+            stats::sub(Counter::ViewLocked, bytes);
+        }
     }
 }

@@ -7,6 +7,7 @@ use super::window::{Window, Writes};
 use crate::folio::Frame;
 use crate::folio::word::Kind;
 use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Backoff;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::fault::AllSignalsBlocked;
@@ -60,6 +61,15 @@ pub(crate) enum Unmap {
     Always,
     /// Not those of a [`Prefaulted`](super::Prefaulted), which count as pinned.
     UnlessKept,
+    /// As `UnlessKept`, because the process has too many mappings.
+    UnlessKeptForLimit,
+}
+
+impl Unmap {
+    /// Returns the counter of the folios that are unmapped.
+    fn counter(self) -> Counter {
+        if self == Self::UnlessKeptForLimit { Counter::ViewUnmappedForLimit } else { Counter::ViewUnmapped }
+    }
 }
 
 impl Window {
@@ -320,7 +330,7 @@ impl Window {
                 return;
             }
             let at = self.hand.fetch_add(BLOCK_ENTRIES as u64, Relaxed) % len;
-            self.unmap(self.first_page + at..self.first_page + at + BLOCK_ENTRIES as u64, Unmap::UnlessKept);
+            self.unmap(self.first_page + at..self.first_page + at + BLOCK_ENTRIES as u64, Unmap::UnlessKeptForLimit);
         }
     }
 
@@ -335,7 +345,7 @@ impl Window {
         let mut end = begin + (1 << order);
         // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of the
         // whole folio, so one kept page keeps all.
-        if how == Unmap::UnlessKept && self.is_kept(begin..end) {
+        if how != Unmap::Always && self.is_kept(begin..end) {
             self.entries.release(first, seen, seen);
             return pages.start + 1;
         }
@@ -345,13 +355,14 @@ impl Window {
         while order == 0 && count < run.len() && end < pages.end {
             let Some(next) = self.entries.claim(self.at(end)) else { break };
             let is_small = next.number().is_some_and(|number| self.file.pool.word(number).load().order() == 0);
-            if !is_small || how == Unmap::UnlessKept && self.is_kept(end..end + 1) {
+            if !is_small || how != Unmap::Always && self.is_kept(end..end + 1) {
                 self.entries.release(self.at(end), next, next);
                 break;
             }
             (run[count], count, end) = (next, count + 1, end + 1);
         }
         self.unmap_shared_pages(begin.max(self.first_page)..end.min(self.pages().end));
+        stats::add(how.counter(), count as u64);
         for (more, seen) in run[..count].iter().enumerate() {
             self.entries.release(first + more, *seen, Entry::EMPTY);
         }

@@ -5,6 +5,7 @@ use super::pieces::{Access, Mapped, Mapper};
 use super::window::{Window, Writes};
 use super::{entry, fill};
 use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::fault::{self, Fault, Verdict};
 use pagemill_sys::thread;
 use std::ptr;
@@ -119,9 +120,14 @@ fn resolve(window: &Window, addr: usize, access: Option<fault::Access>) -> Verdi
     if access == Access::Write && window.writes == Writes::Refused {
         return Verdict::Program;
     }
-    match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
+    stats::add(Counter::ViewFaults, 1);
+    let verdict = match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
         Mapped::Yes => Verdict::Resolved,
         Mapped::Busy => Verdict::Again,
         Mapped::No | Mapped::Failed(_) => fill::fill(window, addr, access),
+    };
+    if verdict == Verdict::Purged {
+        stats::add(Counter::ViewFaultsFailed, 1);
     }
+    verdict
 }

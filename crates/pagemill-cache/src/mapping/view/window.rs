@@ -1,10 +1,11 @@
 //! Windows: the reserved addresses of views.
 #![allow(unsafe_code)] // reserves memory
 
-use super::entry::Entries;
+use super::entry::{self, Entries};
 use super::private::OwnPages;
 use crate::mapping::File;
 use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU64, Guarded};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{mem, window};
@@ -60,6 +61,7 @@ impl Window {
             Writes::Private => Some(OwnPages::new(&file, range.start, len_bytes, count)?),
             Writes::Refused | Writes::Shared => None,
         };
+        stats::set(Counter::ViewMappingsMax, entry::max_pieces() as u64);
         let head = (range.start % BLOCK_BYTES as u64) as usize;
         let reserved = mem::reserve(len_bytes.checked_add(head).ok_or_else(no_addresses)?, BLOCK_BYTES, 0);
         let reserved = reserved.map_err(|_| no_addresses())?;
