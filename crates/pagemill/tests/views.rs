@@ -267,6 +267,12 @@ fn prefaulted_ranges_can_be_passed_to_system_calls() {
     file.truncate(MIB as u64).unwrap();
     drop(kept);
     assert_view(&view, 0, &content[PAGE_BYTES..MIB]);
+    // Pages behind the end cannot be prefaulted, even if their huge folio is in memory.
+    let short = cache.create().unwrap();
+    short.write_at(&content[..MIB], 0).unwrap();
+    let view = short.view(0..2 * MIB as u64).unwrap();
+    drop(view.prefault(0..MIB).unwrap());
+    assert!(matches!(view.prefault(0..2 * MIB), Err(Error::PastEnd { .. })));
 }
 
 /// Ranges that are empty or misaligned, and caches without shared memory, must be refused.

@@ -243,7 +243,8 @@ impl Window {
         }
     }
 
-    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio.
+    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind the
+    /// end of the file if that comes first.
     ///
     /// # Errors
     ///
@@ -282,8 +283,12 @@ impl Window {
             drop(blocked);
             match mapped {
                 Mapped::Yes if self.is_own(page) => return Ok(page + 1),
-                // Only pages up to the next one that belongs to the view were mapped.
-                Mapped::Yes => return Ok(self.end_of_shared_pages(page, end)),
+                // Mapped were pages up to the next one that belongs to the view, and up to the end of the file, behind which
+                // a huge folio may have pages.
+                Mapped::Yes => {
+                    let end = end.min(size_bytes.div_ceil(file.page_bytes() as u64));
+                    return Ok(self.end_of_shared_pages(page, end));
+                }
                 // The entry may have a folio that was removed from the file.
                 Mapped::No => self.unmap(page..page + 1, Unmap::Always),
                 Mapped::Failed(error) if has_failed => {
