@@ -14,6 +14,7 @@
 //! Where the kernel offers no size, nothing changes: the kernel provides OS pages on touch.
 
 use super::Arena;
+use super::block::Backing;
 use crate::units::{BLOCK_BYTES, PageSize, os_page_bytes};
 use pagemill_sys::{mem, mthp};
 
@@ -29,11 +30,12 @@ pub(super) fn can_be_advised(page: PageSize) -> bool {
 }
 
 impl Arena {
-    /// Makes one page fault provide up to a software page in the `blocks` blocks from `first` on, where the kernel can.
-    /// Forbids huge pages there.
+    /// Makes one page fault provide up to a software page in the empty ones of the `blocks` blocks from `first` on, where
+    /// the kernel can. Forbids huge pages there.
     ///
     /// Another thread may touch the blocks meanwhile. The OS page without the advice is never advised, so the kernel
-    /// makes no huge page at any moment.
+    /// makes no huge page at any moment. Other blocks are passed over: they may have a huge page, which the advice would
+    /// split. So are blocks that another thread is making resident.
     ///
     /// Cost: one or two system calls for each block (1.4 us, or 7 ms for a slot of 10 GiB); none where the kernel
     /// offers no such size.
@@ -42,26 +44,79 @@ impl Arena {
             return;
         }
         for block in first..first + blocks {
-            let (addr, page) = (self.block_addr(block), os_page_bytes());
-            let zone = if self.small.contains(addr) { &self.small } else { &self.heap };
-            debug_assert!(zone.contains(addr), "pages of caches have other advice");
-            if addr - zone.base() >= MAX_ADVISED_BLOCKS * BLOCK_BYTES {
-                return;
+            let Some(locked) = self.state_word(block).try_lock(&self.generation) else { continue };
+            if locked.state.backing == Backing::Empty {
+                self.advise_block(block);
             }
-            let (advised, other) =
-                if block.is_multiple_of(2) { (addr, addr + BLOCK_BYTES - page) } else { (addr + page, addr) };
-            if self.use_huge {
-                // The block may have been a huge page before.
-                mem::forbid_huge(other, page);
-            }
-            mem::allow_huge(advised, BLOCK_BYTES - page);
         }
     }
 
-    /// As [`Arena::advise_pages`] for one block of an extent, but forbids huge pages also where the kernel offers no
-    /// size for software pages.
+    /// Gives the advice for one block.
+    fn advise_block(&self, block: usize) {
+        let (addr, page) = (self.block_addr(block), os_page_bytes());
+        let zone = if self.small.contains(addr) { &self.small } else { &self.heap };
+        debug_assert!(zone.contains(addr), "pages of caches have other advice");
+        if addr - zone.base() >= MAX_ADVISED_BLOCKS * BLOCK_BYTES {
+            return;
+        }
+        let (advised, other) =
+            if block.is_multiple_of(2) { (addr, addr + BLOCK_BYTES - page) } else { (addr + page, addr) };
+        if self.use_huge {
+            // The block may have been a huge page before.
+            mem::forbid_huge(other, page);
+        }
+        mem::allow_huge(advised, BLOCK_BYTES - page);
+    }
+
+    /// As [`Arena::advise_pages`] for one block of an extent, which the caller has locked and which has no huge page.
+    /// Forbids huge pages also where the kernel offers no size for software pages.
     pub(super) fn advise_pages_of_extent(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
-        self.advise_pages(block, 1);
+        if self.has_advised_pages {
+            self.advise_block(block);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![allow(unsafe_code)] // carves blocks
+
+    use super::*;
+    use crate::arena::{ExpectedUse, Layout, place};
+    use crate::reclaim::Account;
+    use crate::reclaim::tree::UNLIMITED;
+
+    /// Returns the number of mappings that overlap a block.
+    fn mapping_count(addr: usize) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let ends = maps.lines().map(|line| line.split(' ').next().unwrap().split_once('-').unwrap());
+        let ranges = ends.map(|ends| [ends.0, ends.1].map(|end| usize::from_str_radix(end, 16).unwrap()));
+        ranges.filter(|[start, end]| *start < addr + BLOCK_BYTES && *end > addr).count()
+    }
+
+    /// Returns an arena that behaves as if the kernel offered the size of its software page.
+    fn arena() -> &'static Arena {
+        let mut arena = Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap();
+        arena.has_advised_pages = true;
+        place(arena).unwrap()
+    }
+
+    /// Another thread has made a block resident as a huge page before a thread gives the advice for it. The mapping of
+    /// the huge page must stay whole. An empty block must get the advice, which leaves out one of its OS pages.
+    #[test]
+    fn huge_pages_are_not_split_by_the_advice() {
+        let arena = arena();
+        // SAFETY: the arena has no heap, whose tables would have to cover the blocks.
+        let addr = unsafe { arena.carve(&arena.heap, 4, 1, 0, |_, _| Ok(())) }.unwrap();
+        let first = arena.block_of(addr);
+        arena.back_block(first + 1, ExpectedUse::Full).unwrap();
+        if arena.block_state(first + 1).backing != Backing::Huge {
+            return println!("skipped: the kernel has no huge page");
+        }
+        assert_eq!(mapping_count(arena.block_addr(first + 1)), 1);
+        arena.advise_pages(first, 4);
+        assert_eq!(mapping_count(arena.block_addr(first + 1)), 1, "the huge page");
+        assert_eq!(mapping_count(arena.block_addr(first + 3)), 2, "an empty block");
     }
 }
