@@ -19,6 +19,10 @@ use std::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst, fence};
 /// Maximum number of attempts to map a page that was read into memory. The page may be evicted before it is mapped.
 const MAX_FILL_ATTEMPTS: usize = 64;
 
+/// Number of refused mappings after which a fill fails. After each, other pages are unmapped; other threads may use up
+/// the mappings again.
+const MAX_FAILURES: u32 = 8;
+
 /// Maximum number of small folios that are mapped together: the folio of an access, and those behind it whose memory
 /// directly follows.
 const MAX_MAPPED_TOGETHER: usize = 16;
@@ -111,9 +115,9 @@ impl Window {
             Mapped::No
         };
         let is_mapped = mapped == Mapped::Yes;
-        // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock. An entry
-        // whose page was copied is no piece.
-        let is_empty = !is_right && frame.word.unpin_unless_freed();
+        // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock, and of one that
+        // may be mapped. An entry whose page was copied is no piece.
+        let is_empty = !is_right && seen == Entry::EMPTY && frame.word.unpin_unless_freed();
         let now = if is_empty { Entry::EMPTY } else { Entry::of(number, copies && is_mapped) };
         self.entries.release(at, seen, now);
         for more in 1..together.count {
@@ -254,7 +258,7 @@ impl Window {
     pub fn fill(&self, page: u64, access: Access) -> Result<u64> {
         let file = &self.file;
         let offset = file.offset_of(page).max(self.offset);
-        let (mut backoff, mut is_throttled, mut has_failed) = (Backoff::new(), false, false);
+        let (mut backoff, mut is_throttled, mut failures) = (Backoff::new(), false, 0);
         for _ in 0..MAX_FILL_ATTEMPTS {
             if self.is_own(page) {
                 return Ok(page + 1);
@@ -291,16 +295,17 @@ impl Window {
                 }
                 // The entry may have a folio that was removed from the file.
                 Mapped::No => self.unmap(page..page + 1, Unmap::Always),
-                Mapped::Failed(error) if has_failed => {
+                Mapped::Failed(error) => {
                     drop(pin);
                     if access == Access::Write && self.copy_with_neighbours(page)? {
                         return Ok(page + 1);
                     }
-                    return Err(Error::System { doing: "mapping pages of views", cause: error.into() });
-                }
-                Mapped::Failed(_) => {
-                    has_failed = true;
+                    failures += 1;
+                    if failures > MAX_FAILURES {
+                        return Err(Error::System { doing: "mapping pages of views", cause: error.into() });
+                    }
                     registry::unmap_some(entry::max_pieces() / 8);
+                    continue;
                 }
                 Mapped::Busy => {}
             }
