@@ -207,13 +207,13 @@ impl Arena {
             if locked.state.backing != Backing::Huge {
                 locked.state = BlockState { backing: Backing::Small, ..BlockState::EMPTY };
                 // The kernel must not add huge pages on its own, because they would not be charged.
-                self.advise_pages_of_extent(part.block);
+                mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             }
         }
         if locked.state.backing == Backing::Empty {
             locked.state.backing = Backing::Small;
             // Huge pages may still be allowed here, because the block may have been a huge page before.
-            self.advise_pages_of_extent(part.block);
+            mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             stats::add(Counter::BlocksSmall, 1);
         }
         if locked.state.backing == Backing::Small {

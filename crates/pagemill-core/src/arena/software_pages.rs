@@ -12,14 +12,19 @@
 //! ```
 //!
 //! Where the kernel offers no size, nothing changes: the kernel provides OS pages on touch.
+//!
+//! Only slots get the advice. Their pages are charged by measurement, so pages of a larger size, which the administrator
+//! offers later, are charged too. Those of extents are charged before they become resident, one software page at a
+//! time.
+#![allow(unsafe_code)] // the tests carve blocks and commit pages
 
 use super::Arena;
 use super::block::Backing;
 use crate::units::{BLOCK_BYTES, PageSize, os_page_bytes};
 use pagemill_sys::{mem, mthp};
 
-/// Number of blocks of a zone, from its start, that get the advice. A process may have 65,530 mappings by default, and
-/// the advice must leave most of them to the program.
+/// Number of blocks of the heap zone, from its start, that get the advice. A process may have 65,530 mappings by
+/// default, and the advice must leave most of them to the program.
 const MAX_ADVISED_BLOCKS: usize = 8192;
 
 /// Returns whether the kernel offers a size above the OS page for this software page, and no size that is larger than
@@ -54,9 +59,8 @@ impl Arena {
     /// Gives the advice for one block.
     fn advise_block(&self, block: usize) {
         let (addr, page) = (self.block_addr(block), os_page_bytes());
-        let zone = if self.small.contains(addr) { &self.small } else { &self.heap };
-        debug_assert!(zone.contains(addr), "pages of caches have other advice");
-        if addr - zone.base() >= MAX_ADVISED_BLOCKS * BLOCK_BYTES {
+        debug_assert!(self.heap.contains(addr), "other blocks get no advice");
+        if addr - self.heap.base() >= MAX_ADVISED_BLOCKS * BLOCK_BYTES {
             return;
         }
         let (advised, other) =
@@ -67,21 +71,10 @@ impl Arena {
         }
         mem::allow_huge(advised, BLOCK_BYTES - page);
     }
-
-    /// As [`Arena::advise_pages`] for one block of an extent, which the caller has locked and which has no huge page.
-    /// Forbids huge pages also where the kernel offers no size for software pages.
-    pub(super) fn advise_pages_of_extent(&self, block: usize) {
-        mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
-        if self.has_advised_pages {
-            self.advise_block(block);
-        }
-    }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    #![allow(unsafe_code)] // carves blocks
-
     use super::*;
     use crate::arena::{ExpectedUse, Layout, place};
     use crate::reclaim::Account;
@@ -118,5 +111,21 @@ mod tests {
         arena.advise_pages(first, 4);
         assert_eq!(mapping_count(arena.block_addr(first + 1)), 1, "the huge page");
         assert_eq!(mapping_count(arena.block_addr(first + 3)), 2, "an empty block");
+    }
+
+    /// A block of an extent must get no advice. Otherwise the kernel could provide more than the software page that the
+    /// account has admitted, once the administrator offers a larger size.
+    #[test]
+    fn extents_get_no_advice() {
+        let page = PageSize::new(64 << 10).unwrap();
+        let mut arena = Arena::new(Layout { page, ..Layout::for_test() }, Account::make(UNLIMITED).unwrap()).unwrap();
+        arena.has_advised_pages = true;
+        arena.use_huge = false;
+        let arena = place(arena).unwrap();
+        let addr = arena.extent(BLOCK_BYTES, 1).unwrap();
+        // SAFETY: pages of the new extent.
+        unsafe { arena.commit(addr, page.bytes()) }.unwrap();
+        assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), page.bytes());
+        assert_eq!(mapping_count(addr), 1);
     }
 }
