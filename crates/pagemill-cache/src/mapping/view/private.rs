@@ -135,17 +135,16 @@ impl OwnPages {
     }
 
     /// Returns the pages from the nearest page of the view to entry `at`, in the order in which each has one of the view
-    /// beside it; `None` if none is within [`MAX_DISTANCE`].
+    /// beside it; `None` if none is within [`MAX_DISTANCE`], or if one is beside `at` already.
     fn path_to(&self, at: usize, count: usize) -> Option<impl Iterator<Item = usize> + use<>> {
         let _blocked = AllSignalsBlocked::begin();
         let within = at.saturating_sub(MAX_DISTANCE)..count.min(at + MAX_DISTANCE);
         let gap = self.bits.with(|bits| bits.gap_around(at, within.clone()));
         let (has_before, has_behind) = (gap.start > within.start, gap.end < within.end);
         let is_before = has_before && (!has_behind || at - gap.start <= gap.end - at);
-        (has_before || has_behind).then(|| {
-            let len = if is_before { at + 1 - gap.start } else { gap.end - at };
-            (0..len).map(move |step| if is_before { gap.start + step } else { gap.end - 1 - step })
-        })
+        let len = if is_before { at + 1 - gap.start } else { gap.end - at };
+        ((has_before || has_behind) && len > 1)
+            .then(|| (0..len).map(move |step| if is_before { gap.start + step } else { gap.end - 1 - step }))
     }
 
     /// Returns the number of pages that belong to the view.
