@@ -225,6 +225,9 @@ fn bytes_behind_the_end_are_lost() {
             assert_eq!(store.size_bytes().unwrap(), 20_000);
         }
         assert_file(&file, &expected);
+        assert!(view.prefault(19_000..20_480).is_ok());
+        let behind = view.prefault(19_000..20_481).map(drop);
+        assert!(matches!(behind, Err(Error::PastEnd { .. })), "an OS page behind the end: {behind:?}");
         // The same after the view is gone.
         view.write_at(&[6; 100], 20_000);
         drop(view);

@@ -333,9 +333,14 @@ impl Model {
     }
 
     /// Returns the pages in a range of a view up to the first one that begins behind the end of the file and does not
-    /// belong to the view. Only these can be prefaulted.
+    /// belong to the view. Only these can be prefaulted. A range with an OS page behind the end has none, except in a private
+    /// view.
     fn pages_inside(&self, open: &OpenView, range: &Range<usize>) -> Range<usize> {
         let pages = self.pages(open, range);
+        let is_private = matches!(open.view, AnyView::Private(_));
+        if !is_private && open.begin + range.end > self.bytes.len().next_multiple_of(os_page_bytes()) {
+            return pages.start..pages.start;
+        }
         let own_pages = open.own_pages.borrow();
         let is_inside = |page: usize| {
             own_pages.contains_key(&page) || (page * self.page_bytes()).max(open.begin) < self.bytes.len()

@@ -203,14 +203,14 @@ impl View {
     }
 
     fn prefault_for(&self, range: Range<usize>, access: Access) -> Result<Prefaulted<'_>> {
-        let pages = self.pages_of(range)?;
+        let pages = self.pages_of(range.clone())?;
         let prefaulted = Prefaulted { view: self, pages: pages.clone() };
         {
             // As in `File::unmap_from_views`.
             let _blocked = AllSignalsBlocked::begin();
             self.window.kept.with(|kept| kept.push(pages.clone()));
         }
-        self.fill(pages, access)?;
+        self.fill(pages, range, access)?;
         Ok(prefaulted)
     }
 
@@ -252,9 +252,9 @@ impl View {
     ///
     /// As [`View::prefault`]. After an error the range is not locked.
     pub fn lock(&self, range: Range<usize>) -> Result<()> {
-        let pages = self.pages_of(range)?;
+        let pages = self.pages_of(range.clone())?;
         self.window.lock(pages.clone());
-        self.fill(pages.clone(), Access::Read).inspect_err(|_| _ = self.window.unlock(&pages))
+        self.fill(pages.clone(), range, Access::Read).inspect_err(|_| _ = self.window.unlock(&pages))
     }
 
     /// Ends one [`View::lock`] of a range.
@@ -322,7 +322,14 @@ impl View {
         Ok(self.window.pages_of(range))
     }
 
-    fn fill(&self, pages: Range<u64>, access: Access) -> Result<()> {
+    /// Reads pages into memory and maps them. `range` are the bytes of the view in them.
+    fn fill(&self, pages: Range<u64>, range: Range<usize>, access: Access) -> Result<()> {
+        // The last software page may have OS pages behind the end, which are not mapped.
+        let (end, size_bytes) = (self.window.offset + range.end as u64, self.window.file.size_bytes());
+        let is_past = !range.is_empty() && end > size_bytes.next_multiple_of(mem::os_page_bytes() as u64);
+        if is_past && self.window.writes != Writes::Private {
+            return Err(Error::PastEnd { offset: end, size_bytes });
+        }
         let mut page = pages.start;
         while page < pages.end {
             page = self.window.fill(page, access)?;
