@@ -351,7 +351,7 @@ counters! {
     view_faults: ViewFaults, Sum, Count;
     /// Accesses to views that raised SIGBUS: behind the end of the file, or the store could not read the page.
     view_faults_failed: ViewFaultsFailed, Sum, Count;
-    /// Page faults in views for which a fill thread mapped the page, mostly after reading it from the store.
+    /// Page faults in views for which the handler filled the page, mostly after reading it from the store.
     view_fills: ViewFills, Sum, Count;
     /// Mappings of files and of private copies in views. A huge folio is one mapping.
     view_mappings: ViewMappings, Gauge, Count;

@@ -334,7 +334,7 @@ fn errors_of_the_store_are_reported() {
 const COUNTS_ENV: &str = "VIEWS_COUNTS";
 
 /// Pages are accessed through a view in a process without other views. The counters must have the number of faults, of
-/// pages that fill threads read, and of mappings. `vmstat` shows the counters.
+/// pages that fills read, and of mappings. `vmstat` shows the counters.
 #[test]
 fn faults_and_mappings_are_counted() {
     if std::env::var(COUNTS_ENV).is_err() {
@@ -357,7 +357,7 @@ fn faults_and_mappings_are_counted() {
     assert_counts(0, 0, 0, 0);
     let max_mappings: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
     assert_eq!(stats::get(Counter::ViewMappingsMax), max_mappings / 4);
-    // All of a software page is mapped by one fault. Pages that are not in memory are read by fill threads.
+    // All of a software page is mapped by one fault. Pages that are not in memory are filled first.
     assert_view(&view, 0, &bytes(page_bytes));
     assert_counts(1, 0, 1, 0);
     let last = len - page_bytes;

@@ -22,11 +22,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use view_steps::{Call, MAX_VIEWS};
 pub use view_steps::{STEP_BYTES, Step};
 
-/// Limit of a cache without huge folios for a file with a store, which may exceed it.
-const SMALL_LIMIT_BYTES: usize = 2 * BLOCK_BYTES;
-
-/// Limit of a cache with huge folios for a file with a store. Prefaulted folios, which cannot be written back, take up to
-/// two blocks, which is less than the share of the cache that may be dirty.
+/// Limit of a cache for a file with a store. The share of it that may be dirty is larger than the file: a write that waits
+/// for the writeback of prefaulted pages would fail. Reads of another file evict the pages.
 const MEDIUM_LIMIT_BYTES: usize = 10 * BLOCK_BYTES;
 
 /// Limit of a cache for a file without a store, whose pages cannot be evicted.
@@ -90,11 +87,7 @@ pub struct Setting {
 
 impl Setting {
     fn limit_bytes(self) -> usize {
-        match (self.has_store, self.use_huge || self.page_bytes >= BLOCK_BYTES) {
-            (false, _) => LARGE_LIMIT_BYTES,
-            (true, false) => SMALL_LIMIT_BYTES,
-            (true, true) => MEDIUM_LIMIT_BYTES,
-        }
+        if self.has_store { MEDIUM_LIMIT_BYTES } else { LARGE_LIMIT_BYTES }
     }
 
     /// Creates a cache in an instance of its own, without background threads.

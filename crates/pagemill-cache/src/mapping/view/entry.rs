@@ -15,7 +15,7 @@ pub(super) const BLOCK_ENTRIES: usize = 1024;
 /// mapping of the process, and one gap behind it.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 
-/// The part of [`PIECES`] that belongs to private views. They cannot be unmapped.
+/// The part of [`PIECES`] that are pages of private views, which cannot be unmapped.
 static OWN_PIECES: AtomicUsize = AtomicUsize::new(0);
 
 /// Adds to the number of pieces that belong to private views, or subtracts from it.
@@ -69,7 +69,8 @@ impl Entry {
     pub const EMPTY: Self = Self(0);
     /// One thread changes the entry.
     const CLAIMED: Self = Self(u32::MAX);
-    /// Bit of an entry with a folio: the page lies in the same piece as the page before it.
+    /// Bit of an entry with a folio: no piece begins at the page. It lies in the piece of the page before it, or belongs to a
+    /// private view.
     const JOINED_BIT: u32 = 1 << 31;
 
     /// Returns the entry of a folio that begins at page `number` of the pool, below 2^30.

@@ -2,7 +2,8 @@
 //!
 //! The handler of an access to a view interrupts that access and nothing else. So it may do what a function that is called
 //! in its place may do: allocate, lock, wait for the store. Two limits remain. The signal handler's stack may be too small
-//! for stores and policies of the program. And all signals stay blocked, so a store must not access views.
+//! for stores and policies of the program. And all signals stay blocked, so a store must not access views: the fault would end
+//! the process.
 
 use super::pieces::Access;
 use super::window::Window;
@@ -21,12 +22,13 @@ const STACK_BYTES: usize = 1 << 20;
 
 static STACKS: Stacks<MAX_FILLS, STACK_BYTES> = Stacks::new();
 
-/// Ends the fills of the parent in a fork child.
+/// Makes all stacks free in a fork child.
 pub(super) fn begin_child() {
     STACKS.begin_child();
 }
 
-/// Reads the page at `addr` into memory, and maps it for an access. Runs in a signal handler.
+/// Reads the page at `addr` into memory, and maps it for an access. Returns [`Verdict::Purged`] behind the end of the
+/// file and after an error. Runs in a signal handler.
 pub(super) fn fill(window: &Window, addr: usize, access: Access) -> Verdict {
     let (offset, size_bytes) = (window.offset_at(addr), window.file.size_bytes());
     if offset >= size_bytes.next_multiple_of(mem::os_page_bytes() as u64) {

@@ -13,8 +13,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 
-/// A range of a cached file as memory, made by [`Mapping::view`]. Writes to it are made by [`ViewMut`] and
-/// [`PrivateView`], which have all methods of this type.
+/// A range of a cached file as memory that can be read, made by [`Mapping::view`]. [`ViewMut`] and [`PrivateView`] can be
+/// written, and have all methods of this type.
 ///
 /// The bytes are read into memory when they are first accessed. Writes to the file by [`Mapping::write_at`] are visible
 /// in the view at once, because both use the same memory. Other threads may change the bytes at any time, so they are
@@ -103,7 +103,7 @@ pub struct ViewMut(View);
 pub struct PrivateView(View);
 
 impl Mapping {
-    /// Makes a range of the file accessible as memory. `range` begins at a multiple of 4 KiB, and may end behind the end
+    /// Makes a range of the file accessible as memory. `range` begins at a multiple of the OS page, and may end behind the end
     /// of the file, which may grow. The file's cache must have shared memory ([`Source::Shared`]).
     ///
     /// The first access to a page calls the fault handler of Pagemill, which it installs for `SIGSEGV`. Faults at other
@@ -191,13 +191,14 @@ impl View {
     }
 
     /// Reads a range into memory and maps it. While the result exists, the pages are pinned and stay mapped, so addresses
-    /// of the range can be passed to system calls that read them. Only a truncation or `punch_hole` unmaps pages of the
-    /// range.
+    /// of the range can be passed to system calls that read them. A truncation or `punch_hole` unmaps pages of the
+    /// range. So does an unmapping nearby in a process that has used up its mappings; the pages are then mapped again at the
+    /// next access, and system calls can fail with `EFAULT` until then.
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] if the range does not lie in the view or in the file. [`Error::TooMany`] if the pages need more
-    /// mappings than views may have. Otherwise see [`Mapping::pin`].
+    /// [`Error::PastEnd`] if the range does not lie in the view or in the file. [`Error::System`] if the pages need more
+    /// mappings than views or the process may have. Otherwise see [`Mapping::pin`].
     pub fn prefault(&self, range: Range<usize>) -> Result<Prefaulted<'_>> {
         self.prefault_for(range, Access::Read)
     }
@@ -267,8 +268,8 @@ impl View {
         if self.window.unlock(&pages) { Ok(()) } else { Err(Error::WrongState { what: "the range is not locked" }) }
     }
 
-    /// Returns, once, the latest error for which an access got a `SIGBUS`; `None` if there was none, or if the access was
-    /// behind the end of the file.
+    /// Returns, once, the latest error for which an access got a `SIGBUS`; `None` if there was none, if the access was
+    /// behind the end of the file, or if a store or policy has panicked.
     pub fn take_error(&self) -> Option<Error> {
         // As in `File::unmap_from_views`.
         let _blocked = AllSignalsBlocked::begin();
@@ -343,7 +344,7 @@ macro_rules! writable_view {
     ($view:ident) => {
         impl $view {
             /// Returns the address of the first byte. The addresses stay reserved until the view is dropped. Other
-            /// threads may access the bytes at the same time, so the program must not make a reference of the address.
+            /// threads may access the bytes at the same time, so the program must not create a reference to the bytes.
             pub fn as_mut_ptr(&self) -> *mut u8 {
                 self.as_ptr().cast_mut()
             }
@@ -411,7 +412,7 @@ impl PrivateView {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().add(range.start), range.len()) })
     }
 
-    /// Returns the bytes of the pages that belong to the view.
+    /// Returns the size of the pages that belong to the view, in bytes.
     pub fn copied_bytes(&self) -> u64 {
         let window = &self.0.window;
         window.own_pages.as_ref().map_or(0, |own_pages| own_pages.count() * window.file.page_bytes()) as u64

@@ -1,4 +1,4 @@
-//! Ranges of views that stay in memory ([`View::lock`](super::View::lock)). Eviction asks for them after it has frozen a
+//! Ranges of views that stay in memory ([`View::lock`](super::View::lock)). Eviction checks them after it has frozen a
 //! folio. A range is noted before its pages are read into memory. So either eviction finds the range, or the page is read
 //! after the eviction.
 

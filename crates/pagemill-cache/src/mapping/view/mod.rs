@@ -6,13 +6,13 @@
 //!     pieces: claims the entry of the page,
 //!             finds and pins the folio in memory,
 //!             maps it, keeps the pin in the entry
-//!     fill:   if the folio is missing, or for anything else: on a larger stack,
-//!             reads the page into memory, maps it
+//!     fill:   if that fails (the folio is missing, must be made dirty, or there are too many mappings):
+//!             on a larger stack, reads the page into memory, maps it
 //!     access is retried, or SIGBUS
 //! ```
 //!
 //! A *window* is the reserved address range of one view. An *entry* is a word for each software page of a window: it is
-//! empty, or names the folio that is mapped there. An entry with a folio owns a pin of it. So all rules about pinned
+//! empty, or names the folio that it has pinned, which may be mapped there. An entry with a folio owns a pin of it. So all rules about pinned
 //! folios hold for mapped ones, and code that needs a folio without pins first unmaps it from all windows
 //! ([`File::unmap_from_views`]).
 //!

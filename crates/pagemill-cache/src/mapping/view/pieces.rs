@@ -40,9 +40,10 @@ pub(super) enum Access {
 /// The thread that maps a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mapper {
-    /// The faulting thread, in the fault handler. It may neither allocate nor wait for locks of the cache.
+    /// The fault handler. It may neither allocate nor wait for locks of the cache.
     Handler,
-    /// A thread outside of the fault handler. It has pinned the folio.
+    /// [`Window::fill`], which the fault handler calls on a stack of its own, or a call of the program. It has pinned the
+    /// folio.
     Filler,
 }
 
@@ -137,7 +138,7 @@ impl Window {
         self.file.size_bytes().next_multiple_of(mem::os_page_bytes() as u64)
     }
 
-    /// Returns whether a pinned folio can be mapped for an access. A folio of a writable view is mapped writable if it is
+    /// Returns whether a pinned folio can be mapped for an access. Makes it dirty first where that needs no lock. A folio of a writable view is mapped writable if it is
     /// dirty. It stays dirty until it is unmapped, because its entry has a pin. In a file without a store, each access
     /// makes it dirty, because that costs nothing there.
     fn is_ready(&self, frame: &Frame, access: Access) -> bool {
@@ -176,7 +177,7 @@ impl Window {
         let end = self.pages().end.min(self.file.size_bytes().div_ceil(self.file.page_bytes() as u64));
         while together.count < max && together.end() < end {
             let (page, number) = (together.end(), together.number + together.count as u32);
-            // Checked before the claim, so that an entry never has the pin of a wrong folio.
+            // Checked here, and again after the pin.
             let is_next = |frame: &Frame| {
                 let state = frame.word.load();
                 state.kind() == Kind::Live
@@ -287,8 +288,8 @@ impl Window {
             drop(blocked);
             match mapped {
                 Mapped::Yes if self.is_own(page) => return Ok(page + 1),
-                // Mapped were pages up to the next one that belongs to the view, and up to the end of the file, behind which
-                // a huge folio may have pages.
+                // The mapping ends at the next page that belongs to the view, or at the end of the file. A huge folio may
+                // have pages behind both.
                 Mapped::Yes => {
                     let end = end.min(size_bytes.div_ceil(file.page_bytes() as u64));
                     return Ok(self.end_of_shared_pages(page, end));

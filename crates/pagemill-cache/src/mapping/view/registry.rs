@@ -21,7 +21,7 @@ pub(super) struct Slot {
     start: AtomicUsize,
     end: AtomicUsize,
     window: AtomicPtr<Window>,
-    /// Number of fault handlers that use the window. While it is above 0, the window is not dropped.
+    /// Number of threads that use the window. While it is above 0, the window is not dropped.
     users: AtomicU32,
     /// Whether a view has the place, which it may still be filling.
     is_taken: AtomicU32,
@@ -76,7 +76,7 @@ pub(crate) fn begin_child() {
     entry::begin_child();
 }
 
-/// Unmaps `count` pieces of the windows or more, so that other pages can be mapped.
+/// Unmaps some `count` pieces of each window, so that other pages can be mapped.
 pub(super) fn unmap_some(count: usize) {
     for slot in &SLOTS[..USED_SLOTS.load(SeqCst)] {
         slot.users.fetch_add(1, SeqCst);

@@ -43,7 +43,7 @@ pub(crate) struct Window {
     pub(super) kept: Guarded<Vec<Range<u64>>>,
     /// Pages that stay in memory until they are unlocked ([`View::lock`](super::View::lock)).
     pub(super) locked: Guarded<Vec<Range<u64>>>,
-    /// The latest error of a fill request.
+    /// The latest error for which an access raised `SIGBUS`.
     pub(super) error: Guarded<Option<Error>>,
 }
 
@@ -126,7 +126,7 @@ impl Window {
         self.addr + (offset - self.offset) as usize
     }
 
-    /// Replaces what is mapped at a range of addresses by the reservation. `around` returns a larger range that consists of
+    /// Makes a range of addresses inaccessible: replaces what is mapped there by the reservation. `around` returns a larger range that consists of
     /// whole mappings. The pages there are mapped again when they are accessed.
     pub(super) fn reserve_again(range: &Range<usize>, around: impl Fn() -> Range<usize>) {
         // A process with too many mappings cannot split one, but can remove the access to mappings, or replace whole ones.
