@@ -439,17 +439,19 @@ fn records_are_read_back_by_every_operation() {
     }
 }
 
-/// The seven operations of iozone must run on files in a page cache of the process. The options `--cached` and
-/// `--mapped` must exclude each other.
+/// The seven operations of iozone must run on files in a page cache of the process, by its calls and through views. The
+/// options `--cached` and `--processes` must exclude each other.
 #[test]
 fn iozone_runs_on_files_in_the_page_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
-    let line = rows(&[&["__iozone", "--cached"], &numbers[..]].concat());
+    for flags in [&["--cached"][..], &["--cached", "--mapped"]] {
+        let line = rows(&[&["__iozone"], flags, &numbers[..]].concat());
 
-    for way in ["initial_write", "rewrite", "read", "reread", "reverse_read", "random_read", "random_write"] {
-        assert!(line[0][way].as_f64().is_some_and(|speed| speed > 0.0), "{way}: {line:?}");
+        for way in ["initial_write", "rewrite", "read", "reread", "reverse_read", "random_read", "random_write"] {
+            assert!(line[0][way].as_f64().is_some_and(|speed| speed > 0.0), "{way}: {line:?}");
+        }
     }
-    assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
+    assert!(!bench(&[&["__iozone", "--cached", "--processes"], &numbers[..]].concat()).status.success());
 }
 
 /// Pages are compared and then read in random order: by two threads in the page cache, in plain memory and in other
@@ -742,12 +744,12 @@ fn files_are_written_and_found() {
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }
 
-/// The experiment `iozone` must mount and measure a tmpfs, and files in a page cache. Skipped if the bench exits with
-/// 2, as it does without permission to mount.
+/// The experiment `iozone` must mount and measure a tmpfs, files in a page cache, and views of them. Skipped if the bench
+/// exits with 2, as it does without permission to mount.
 #[test]
 fn tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
-    let mut arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
+    let arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
     let output = bench(&arguments);
     if output.status.code() == Some(2) {
         println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
@@ -759,10 +761,14 @@ fn tmpfs_is_mounted_and_measured() {
     assert_eq!(rows.iter().filter(|row| row["subject"] == "tmpfs-never").count(), 14);
     assert!(value(&rows, "original-2013", "random_read").is_some());
 
-    arguments.extend(["--cache", "--only", "cache"]);
-    let rows = self::rows(&arguments);
-    assert!(value(&rows, "cache", "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
-    assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
+    for (flag, subject) in [("--cache", "cache"), ("--views", "views")] {
+        let rows = self::rows(&[&arguments[..], &[flag, "--only", subject]].concat());
+        assert!(value(&rows, subject, "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
+        assert_eq!(rows.iter().filter(|row| row["subject"] == subject).count(), 7);
+        // Those against the other tmpfs are not measured.
+        let verdicts = rows.iter().filter(|row| row["metric"] == "target_kept");
+        assert_eq!(verdicts.count(), 2, "{rows:?}");
+    }
 }
 
 /// The experiment `traces` runs two generated traces of few pages. It must report the hit ratio of Pagemill's eviction

@@ -1,4 +1,5 @@
-//! Maps a file into memory. Records are copied in and out, so that no Rust reference to the file's bytes exists.
+//! Files as memory: mapped by the kernel, or viewed in a page cache. Records are copied in and out by the same code, so
+//! that no Rust reference to a file's bytes exists.
 
 #![allow(unsafe_code)] // mmap, and copies to and from what it mapped
 
@@ -7,6 +8,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::{self, NonNull};
 
+use pagemill_cache::mapping::{Mapping as Cached, View, ViewMut};
 use pagemill_core::units::os_page_bytes;
 
 use crate::pattern::RECORD_BYTES;
@@ -31,17 +33,27 @@ pub enum Order {
 ///
 /// # Invariants
 ///
-/// `start` is the first of `len_bytes` bytes of a shared file mapping. They are readable, and also writable if `access`
-/// is `Write`. Nothing else in this process refers to them.
+/// `start` is the first of `len_bytes` bytes of a shared file mapping, which `_owner` keeps. They are readable, and also
+/// writable if `access` is `Write`. Nothing else in this process refers to them.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
     len_bytes: usize,
     access: Access,
+    _owner: Owner,
+}
+
+/// What keeps the memory of a mapping.
+#[derive(Debug)]
+#[expect(dead_code, reason = "the fields are only dropped")]
+enum Owner {
+    Kernel(KernelMapping),
+    View(View),
+    ViewMut(ViewMut),
 }
 
 impl Mapping {
-    /// Maps the first `len_bytes` bytes of a file, which must be at least that long.
+    /// Lets the kernel map the first `len_bytes` bytes of a file, which must be at least that long.
     ///
     /// # Errors
     ///
@@ -55,7 +67,10 @@ impl Mapping {
         let start =
             unsafe { libc::mmap(ptr::null_mut(), len_bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         match NonNull::new(start.cast::<u8>()) {
-            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => Ok(Self { start, len_bytes, access }),
+            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => {
+                let _owner = Owner::Kernel(KernelMapping { start, len_bytes });
+                Ok(Self { start, len_bytes, access, _owner })
+            }
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -76,6 +91,21 @@ impl Mapping {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// Views the first `len_bytes` bytes of a cached file, which must be at least that long.
+    ///
+    /// # Errors
+    ///
+    /// The error of [`Cached::view`] or [`Cached::view_mut`].
+    pub fn of_cached(file: &Cached, len_bytes: usize, access: Access) -> io::Result<Self> {
+        let range = 0..len_bytes as u64;
+        let (start, _owner) = match access {
+            Access::Read => file.view(range).map(|view| (view.as_ptr().cast_mut(), Owner::View(view)))?,
+            Access::Write => file.view_mut(range).map(|view| (view.as_mut_ptr(), Owner::ViewMut(view)))?,
+        };
+        let start = NonNull::new(start).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        Ok(Self { start, len_bytes, access, _owner })
     }
 
     pub fn address(&self) -> usize {
@@ -146,9 +176,20 @@ impl SharedMapping {
     }
 }
 
-impl Drop for Mapping {
+/// Memory that the kernel has mapped.
+///
+/// # Invariants
+///
+/// `start` is the first of `len_bytes` bytes of a mapping that no other value unmaps.
+#[derive(Debug)]
+struct KernelMapping {
+    start: NonNull<u8>,
+    len_bytes: usize,
+}
+
+impl Drop for KernelMapping {
     fn drop(&mut self) {
-        // SAFETY: nothing else refers to the mapping (type invariant), and it is not used again.
+        // SAFETY: only the `Mapping` that is being dropped refers to the memory (type invariants).
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
     }
 }
@@ -156,6 +197,7 @@ impl Drop for Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::panic::AssertUnwindSafe;
 
     /// Bytes that were written through one mapping must be read through another. A read beyond the end must panic.
     #[test]
@@ -171,6 +213,7 @@ mod tests {
         reader.read(RECORD_BYTES, &mut record);
 
         assert_eq!(record, [7; RECORD_BYTES]);
-        assert!(std::panic::catch_unwind(|| reader.read(2 * RECORD_BYTES + 1, &mut [0; RECORD_BYTES])).is_err());
+        let read_beyond = AssertUnwindSafe(|| reader.read(2 * RECORD_BYTES + 1, &mut [0; RECORD_BYTES]));
+        assert!(std::panic::catch_unwind(read_beyond).is_err());
     }
 }

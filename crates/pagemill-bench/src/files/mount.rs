@@ -48,6 +48,8 @@ pub const WITHIN_SIZE: FileSystem =
 pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: FileSystemKind::Tmpfs("always") };
 pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSystemKind::PagemillMount };
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
+/// As [`CACHE`]; the workers access the files through views.
+pub const VIEWS: FileSystem = FileSystem { name: "views", kind: FileSystemKind::Cache };
 
 impl Named for FileSystem {
     fn name(&self) -> &'static str {

@@ -10,7 +10,7 @@ use crate::child;
 use crate::error::Result;
 use crate::experiment::{Metric, Study, threads_text};
 use crate::files;
-use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
+use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, VIEWS, WITHIN_SIZE};
 use crate::report::{Report, Row, TableCell};
 use crate::workload::iozone::Operation;
 use original::PublishedResults;
@@ -57,6 +57,9 @@ pub struct Options {
     /// Use files in a page cache of the workers' own process and its calls, compared with tmpfs
     #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
     pub cache: bool,
+    /// Use views of files in a page cache of the workers' own process, compared with files mapped on tmpfs
+    #[arg(long, conflicts_with_all = ["cache", "processes", "mode", "dir"])]
+    pub views: bool,
     /// Total size of all files (default 2G, with --quick 256M)
     #[arg(long, value_name = "SIZE", value_parser = pagemill_core::units::parse_bytes)]
     pub total: Option<u64>,
@@ -101,8 +104,11 @@ impl Case {
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.files.common;
     let mounter = Mounter::new(options.files.dir.as_deref())?;
-    let known: &[FileSystem] =
-        if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT] };
+    let known: &[FileSystem] = match (options.cache, options.views) {
+        (true, _) => &[CACHE, NEVER, ALWAYS],
+        (_, true) => &[VIEWS, NEVER, ALWAYS],
+        _ => &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT],
+    };
     let ready = report.with_gaps(mounter.select(&common.only, known)?);
     let cases = cases(options);
     let total = options.total.unwrap_or(common.quick_or_full(TOTAL_BYTES));
@@ -119,17 +125,23 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
             add_rows(&mut study, &cases, operation, &ready, &original);
         }
     }
-    match options.cache {
-        true => verdicts::add_cache_verdicts(study.report, &study.samples, &cases),
-        false => verdicts::add_verdicts(study.report, &study.samples, &cases),
-    }
+    let add_verdicts = match (options.cache, options.views) {
+        (true, _) => verdicts::add_cache_verdicts,
+        (_, true) => verdicts::add_view_verdicts,
+        _ => verdicts::add_verdicts,
+    };
+    add_verdicts(study.report, &study.samples, &cases);
     Ok(())
 }
 
 fn cases(options: &Options) -> Vec<Case> {
     let usual = options.files.common.quick_or_full((QUICK_THREADS, THREADS));
     let threads = if options.threads.is_empty() { usual } else { &options.threads };
-    let only = if options.cache { Some(Mode::ReadWrite) } else { options.mode };
+    let only = match (options.cache, options.views) {
+        (true, _) => Some(Mode::ReadWrite),
+        (_, true) => Some(Mode::Mapped),
+        _ => options.mode,
+    };
     let modes = [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| only.is_none_or(|only| only == *mode));
     modes.flat_map(|mode| threads.iter().map(move |&threads| Case { mode, threads })).collect()
 }
@@ -204,8 +216,8 @@ mod tests {
         assert_eq!(count(&[]), 30);
         assert_eq!(count(&["--quick"]), 6);
         assert_eq!(count(&["--threads", "3,5", "--mode", "mapped"]), 2);
-        assert_eq!(count(&["--cache"]), 15);
-        assert!(parse(&["--cache", "--processes"]).is_err());
+        assert_eq!((count(&["--cache"]), count(&["--views"])), (15, 15));
+        assert!(parse(&["--cache", "--processes"]).is_err() && parse(&["--cache", "--views"]).is_err());
         assert!(parse(&["--threads", "0"]).is_err() && parse(&["--cell-seconds", "-1"]).is_err());
         assert!(parse(&["--total", "much"]).is_err());
     }

@@ -3,7 +3,7 @@
 
 use super::{Case, Mode};
 use crate::experiment::{SampleTable, not_measured};
-use crate::files::mount::{ALWAYS, CACHE, FileSystem, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
+use crate::files::mount::{ALWAYS, CACHE, FileSystem, NEVER, PAGEMILL_MOUNT, VIEWS, WITHIN_SIZE};
 use crate::report::{Bound, Report, Verdict, VerdictState};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
@@ -39,9 +39,9 @@ pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[C
     }
     if cases.iter().any(|case| case.mode == Mode::Mapped) {
         let cells = collect_cells(samples, cases, Mode::Mapped, PAGEMILL_MOUNT, NEVER);
-        let target = format!("mapped, geometric mean of all cells, against {}", NEVER.name);
+        let target = "mapped, geometric mean of all cells";
         let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(least_mapped_gain(&processors))));
+        report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(least_mapped_gain(&processors)), NEVER.name));
     }
     for mode in [Mode::Mapped, Mode::ReadWrite] {
         let losing = collect_cells(samples, cases, mode, ALWAYS, NEVER);
@@ -69,8 +69,19 @@ pub fn add_cache_verdicts(report: &mut Report, samples: &SampleTable<Case>, case
         report.add_verdict(judge_all_cells(&cells, target, Bound::AtLeast(bound), against.name));
     }
     let cells = collect_cells(samples, cases, Mode::ReadWrite, CACHE, NEVER);
-    let target = format!("in a cache, geometric mean of all cells, against {}", NEVER.name);
-    report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(2.0)));
+    report.add_verdict(judge_mean(&cells, "in a cache, geometric mean of all cells", Bound::AtLeast(2.0), NEVER.name));
+}
+
+/// Adds the verdicts on views of files in a page cache of the workload's process.
+pub fn add_view_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
+    let cells = collect_cells(samples, cases, Mode::Mapped, VIEWS, NEVER);
+    let target = format!("in views, all cells, against {}", NEVER.name);
+    report.add_verdict(judge_all_cells(&cells, target, Bound::AtLeast(1.0), NEVER.name));
+    for (against, bound) in [(NEVER, 3.0), (ALWAYS, 1.0)] {
+        let cells = collect_cells(samples, cases, Mode::Mapped, VIEWS, against);
+        let target = "in views, geometric mean of all cells";
+        report.add_verdict(judge_mean(&cells, target, Bound::AtLeast(bound), against.name));
+    }
 }
 
 /// Returns the cells (operations with a number of workers) of one mode, with the speed on `subject` relative to the
@@ -124,9 +135,10 @@ fn judge_all_cells(cells: &[Cell], target: String, bound: Bound, baseline: &'sta
     Verdict { target, note, baseline: baseline.to_owned(), ..worst.clone() }
 }
 
-fn judge_mean(cells: &[Cell], target: String, bound: Bound) -> Verdict {
+fn judge_mean(cells: &[Cell], target: &str, bound: Bound, baseline: &'static str) -> Verdict {
     let ratios: Vec<Vec<f64>> = cells.iter().map(|cell| cell.ratios.clone()).collect();
-    let verdict = not_measured(target, bound, "x", "one side was not run").with_mean(&ratios, NEVER.name);
+    let target = format!("{target}, against {baseline}");
+    let verdict = not_measured(target, bound, "x", "one side was not run").with_mean(&ratios, baseline);
     if verdict.estimate.is_none() {
         return verdict;
     }

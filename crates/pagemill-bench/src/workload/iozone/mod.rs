@@ -1,5 +1,6 @@
 //! Records of 4 KiB, written to and read from one file per worker with IOzone's seven operations: by system calls,
-//! through a mapping, or in a page cache of this process. The code is new; only the terms are IOzone's.
+//! through a mapping, in a page cache of this process by its calls, or through views of that page cache. The code is new;
+//! only the terms are IOzone's.
 //!
 //! A *cell* is one operation with a number of workers. In a *pass*, all workers open and map their files, wait until
 //! all others are ready, and run the operation once. A pass lasts from the first worker's start to the last worker's
@@ -15,6 +16,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
+use pagemill_cache::mapping::Source;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -69,8 +71,8 @@ impl Operation {
 crate::workload::arguments! {
     /// Arguments of a run in which a number of workers make all operations.
     IozoneArguments:
-    /// Use files in a page cache of this process
-    #[arg(conflicts_with_all = ["folder", "device", "mapped", "processes"])]
+    /// Use files in a page cache of this process; with `mapped`, through views
+    #[arg(conflicts_with_all = ["folder", "device", "processes"])]
     cached: bool,
     mapped: bool,
     processes: bool,
@@ -177,7 +179,10 @@ enum FileLocation {
 impl FileLocation {
     fn new(arguments: &IozoneArguments) -> Result<Self, Failure> {
         match (&arguments.place, arguments.cached) {
-            (_, true) => CachedFiles::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
+            (_, true) => {
+                let source = if arguments.mapped { Source::Shared } else { Source::Ordinary };
+                CachedFiles::new(arguments.workers, arguments.total_bytes, source).map(Self::Cache)
+            }
             (Some(place), false) => Ok(Self::Mount(place.clone())),
             (None, false) => Err("files need a place, or a cache".into()),
         }
@@ -304,13 +309,17 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven operations run by system calls, through a mapping, and in a page cache. Each operation must find the
-    /// records that earlier operations wrote. A read that expects a wrong generation number must report a wrong answer.
+    /// All seven operations run by system calls, through a mapping, in a page cache, and through views of a page cache.
+    /// Each operation must find the records that earlier operations wrote. A read that expects a wrong generation number
+    /// must report a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let cached_files = CachedFiles::new(4, 1 << 20).expect("a cache");
-        for (is_mapped, cached_files) in [(false, None), (true, None), (false, Some(&cached_files))] {
+        let [cached_files, viewed_files] =
+            [Source::Ordinary, Source::Shared].map(|source| CachedFiles::new(4, 1 << 20, source).expect("a cache"));
+        let places = [None, Some(&cached_files), Some(&viewed_files)];
+        for (is_mapped, cached_files) in [(false, places[0]), (true, places[0]), (false, places[1]), (true, places[2])]
+        {
             let path = folder.path().join(is_mapped.to_string());
             let mut generation = 0;
             for operation in Operation::ALL {

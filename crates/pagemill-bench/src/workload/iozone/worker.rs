@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastrand::Rng;
-use pagemill_cache::mapping::{Mapping as Cached, PageCache};
+use pagemill_cache::mapping::{Mapping as Cached, PageCache, Source};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 
 use super::{Interval, Job, Operation, now_ns};
@@ -32,13 +32,13 @@ pub struct CachedFiles {
 }
 
 impl CachedFiles {
-    /// Makes a cache with default settings, which include its background thread. The cache's limit is far above the
-    /// size of the data.
-    pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
+    /// Makes a cache with default settings, which include its background thread, in this kind of memory. The cache's
+    /// limit is far above the size of the data.
+    pub fn new(files: usize, total_bytes: u64, source: Source) -> Result<Self, Failure> {
         let page = PageSize::new(RECORD_BYTES).ok_or("no pages of a record's size here")?;
         // The limit is twice the bytes of the files, plus a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
-        let settings = PageCache::builder("iozone").limit(limit_bytes).page(page);
+        let settings = PageCache::builder("iozone").limit(limit_bytes).page(page).source(source);
         let cache = pagemill_testbed::Testbed::of_process().and_then(|pagemill| settings.build_in(pagemill.caches));
         let cache = cache?;
         Ok(Self { cache, files: (0..files).map(|_| Mutex::new(None)).collect() })
@@ -69,17 +69,25 @@ impl CachedFiles {
 enum FileAccess {
     /// The worker reads and writes by system calls.
     Calls(File),
-    /// The worker reads and writes through a memory mapping.
+    /// The worker reads and writes through a mapping by the kernel, or a view of a file in a page cache of this process.
     Mapped(Mapping),
-    /// The file is in a page cache of this process.
+    /// The file is in a page cache of this process. The worker calls `read_at` and `write_at`.
     Cached(Arc<Cached>),
 }
 
 impl FileAccess {
     fn open(job: &Job, cached_files: Option<&CachedFiles>) -> io::Result<Self> {
         let (len, operation) = (job.records * RECORD_BYTES, job.operation);
+        let access = if operation.is_writing() { Access::Write } else { Access::Read };
         if let Some(cached_files) = cached_files {
-            return cached_files.open(job.file, operation).map(Self::Cached);
+            let file = cached_files.open(job.file, operation)?;
+            if !job.is_mapped {
+                return Ok(Self::Cached(file));
+            }
+            if operation == Operation::InitialWrite {
+                file.truncate(len as u64)?;
+            }
+            return Mapping::of_cached(&file, len, access).map(Self::Mapped);
         }
         let mut options = OpenOptions::new();
         options.read(true).write(operation.is_writing()).create_new(operation == Operation::InitialWrite);
@@ -90,7 +98,6 @@ impl FileAccess {
         if operation == Operation::InitialWrite {
             file.set_len(len as u64)?;
         }
-        let access = if operation.is_writing() { Access::Write } else { Access::Read };
         Mapping::new(&file, len, access).map(Self::Mapped)
     }
 
