@@ -24,7 +24,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 /// read them; [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that are not
 /// in memory fails with `EFAULT`; [`View::prefault`] prevents this.
 ///
-/// A view keeps its file open. A fork child does not have the memory of its parent's views.
+/// A view keeps its file open. A fork child does not have the memory of its parent's views. docs/from-memmap2.md compares
+/// views with the crate memmap2.
 ///
 /// ```
 /// use pagemill::PageCache;
