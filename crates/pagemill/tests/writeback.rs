@@ -126,6 +126,18 @@ fn pages_above_the_background_share_are_written_back() {
     }
 }
 
+/// More than half of the allowed pages are dirty. From there on, a writer must pause once for each 512 KiB.
+#[test]
+fn writers_are_paced() {
+    let cache = cache(128 * MIB, dirty_shares(0, 100), true);
+    let (_store, file) = open(&cache);
+    let before = stats::get(Counter::WritersThrottled);
+    let last = 96 * MIB / PAGE_BYTES;
+    (0..last).for_each(|page| assert_eq!(write_page(&file, page, 1).unwrap(), PAGE_BYTES));
+    let pauses = stats::get(Counter::WritersThrottled) - before;
+    assert!(pauses >= (96 - 64) * 2 - 1, "{pauses} pauses");
+}
+
 /// The store hangs after the share of dirty pages has reached its maximum. A writer must wait until the store
 /// continues. At most one page more than the maximum may be dirty.
 #[test]

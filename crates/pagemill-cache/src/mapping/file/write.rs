@@ -58,10 +58,14 @@ impl File {
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
         {
-            let _gate = self.gate.shared();
+            let gate = self.gate.shared();
             self.check_not_borrowed()?;
+            if self.must_zero_tail(offset + from.len() as u64) {
+                drop(gate);
+                return self.write_piece_behind_end(from, offset);
+            }
             let index = self.index_of(offset);
-            while !self.must_zero_tail(offset + from.len() as u64) {
+            loop {
                 if let Some(place) = self.pin_page(index)? {
                     if !self.pool.word(place.number).load().is_dirty() && !self.try_make_dirty(place) {
                         break;
@@ -76,7 +80,8 @@ impl File {
                 }
             }
         }
-        self.write_piece_slowly(from, offset)
+        self.throttle()?;
+        self.write_piece_unchecked(from, offset)
     }
 
     /// Writes into a folio that is pinned and dirty, and unpins it.
@@ -111,13 +116,19 @@ impl File {
         self.views.were_writable() && end > self.size_bytes()
     }
 
-    /// As [`File::write_piece`], for a writer that must be throttled, or that must zero bytes behind the end of the file:
-    /// waits without the file's gate, then writes without another check.
+    /// As [`File::write_piece`], for a write that must first zero the bytes behind the end of the file.
     #[cold]
-    fn write_piece_slowly(&self, from: &[u8], offset: u64) -> Result<usize> {
+    fn write_piece_behind_end(&self, from: &[u8], offset: u64) -> Result<usize> {
         if self.must_wait(self.page_bytes() as u64) {
             self.throttle()?;
         }
+        self.write_piece_unchecked(from, offset)
+    }
+
+    /// As [`File::write_piece`], for a writer that has been throttled: does not check again whether it must wait. Takes the
+    /// file's gate exclusively if bytes behind the end must be zeroed.
+    #[cold]
+    fn write_piece_unchecked(&self, from: &[u8], offset: u64) -> Result<usize> {
         let end = offset + from.len() as u64;
         let (mut shared, mut exclusive) = (Some(self.gate.shared()), None);
         if self.must_zero_tail(end) {

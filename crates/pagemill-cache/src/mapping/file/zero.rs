@@ -9,8 +9,8 @@ impl Mapping {
     /// # Errors
     ///
     /// [`pagemill_core::Error::BadOffset`]. [`pagemill_core::Error::Busy`] if a folio is held for a second, perhaps
-    /// after a part was zeroed, or while [`crate::mapping::View::bytes`] borrows bytes of the file. For a file with a store also errors of reading the store, and
-    /// [`pagemill_core::Error::NoMemory`]. [`pagemill_core::Error::ReadOnly`].
+    /// after a part was zeroed, or while [`crate::mapping::View::bytes`] borrows bytes of the file. For a file with a store
+    /// also errors of reading the store, and [`pagemill_core::Error::NoMemory`]. [`pagemill_core::Error::ReadOnly`].
     pub fn zero_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(offset, len_bytes)?;

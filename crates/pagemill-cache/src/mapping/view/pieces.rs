@@ -138,9 +138,9 @@ impl Window {
         self.file.size_bytes().next_multiple_of(mem::os_page_bytes() as u64)
     }
 
-    /// Returns whether a pinned folio can be mapped for an access. Makes it dirty first where that needs no lock. A folio of a writable view is mapped writable if it is
-    /// dirty. It stays dirty until it is unmapped, because its entry has a pin. In a file without a store, each access
-    /// makes it dirty, because that costs nothing there.
+    /// Returns whether a pinned folio can be mapped for an access. Makes it dirty first where that needs no lock: in a file
+    /// without a store, at each access. A folio of a writable view is mapped writable if it is dirty. It stays dirty until
+    /// it is unmapped, because its entry has a pin.
     fn is_ready(&self, frame: &Frame, access: Access) -> bool {
         if self.writes != Writes::Shared || frame.word.load().is_dirty() {
             return true;

@@ -178,13 +178,14 @@ impl Window {
         let (at, len_bytes) = (self.at(page), (bytes.end - bytes.start) as usize);
         let source = source + (bytes.start - self.file.offset_of(page)) as usize;
         let (to, copy) = (self.addr_of(bytes.start), own_pages.copies + (bytes.start - self.offset) as usize);
+        // Checked before the copy. Other threads may exceed the limit meanwhile by a piece each.
+        if own_pages.bits.with(|bits| bits.neighbours(at) == 0 && !entry::may_add_own_piece(bits.runs)) {
+            return Mapped::Failed(Errno::NOMEM);
+        }
         // SAFETY: this thread has claimed the page, so no other thread uses its place in the copy range. The source is
         // pinned. Another thread may change it meanwhile; the copy has each of its bytes before or after the change.
         unsafe { crate::folio::copy(copy as *mut u8, source as *const u8, len_bytes) };
         own_pages.bits.with(|bits| {
-            if bits.neighbours(at) == 0 && !entry::may_add_own_piece(bits.runs) {
-                return Mapped::Failed(Errno::NOMEM);
-            }
             // SAFETY: both ranges belong to the window. Accesses to its addresses call the fault handler.
             match unsafe { window::move_pages(copy, len_bytes, to) } {
                 Ok(()) => {
