@@ -63,8 +63,8 @@ impl<const COUNT: usize, const STACK_BYTES: usize> Stacks<COUNT, STACK_BYTES> {
         let Some(place) = self.places.iter().find(take) else { return Ok(None) };
         let result = place.top(STACK_BYTES).map(|top| {
             let mut call = Call { act: Some(act), result: None };
-            // SAFETY: the stack is mapped, and this thread has taken it. The function gets the data of its type, and does
-            // not unwind.
+            // SAFETY: the stack is mapped, and this thread has taken it. The function gets the data of its type, and
+            // does not unwind.
             unsafe { call_on_stack(top, Call::<F, R>::run, (&raw mut call).cast()) };
             call.result
         });

@@ -29,9 +29,9 @@ pub unsafe fn reserve_again(addr: usize, len_bytes: usize) -> io::Result<()> {
     unsafe { mem::map(addr, len_bytes, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.map(drop)
 }
 
-/// Maps the `len_bytes` of a file that are mapped from address `from` on a second time, at `to`, in place of the existing
-/// mapping there. The new mapping has the access and the advice of the one at `from`. Needs no descriptor of the file, and
-/// may be called in a signal handler.
+/// Maps the `len_bytes` of a file that are mapped from address `from` on a second time, at `to`, in place of the
+/// existing mapping there. The new mapping has the access and the advice of the one at `from`. Needs no descriptor of
+/// the file, and may be called in a signal handler.
 ///
 /// # Errors
 ///
@@ -47,16 +47,17 @@ pub unsafe fn map_again(from: usize, len_bytes: usize, to: usize) -> Result<(), 
     Ok(())
 }
 
-/// Reserves the `len_bytes` from `addr` on, if a failed call has unmapped them. Does nothing if something is mapped there.
+/// Reserves the `len_bytes` from `addr` on, if a failed call has unmapped them. Does nothing if something is mapped
+/// there.
 pub fn reserve_if_unmapped(addr: usize, len_bytes: usize) {
     let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
     // SAFETY: replaces no mapping. Fails if there is one.
     let _ = unsafe { mem::map(addr, len_bytes, ProtFlags::empty(), flags) };
 }
 
-/// Moves the pages of the `len_bytes` of private memory from address `from` on to `to`, in place of the existing mapping
-/// there. Another thread sees the old mapping or the moved pages. The addresses from `from` on stay mapped, without
-/// pages. May be called in a signal handler.
+/// Moves the pages of the `len_bytes` of private memory from address `from` on to `to`, in place of the existing
+/// mapping there. Another thread sees the old mapping or the moved pages. The addresses from `from` on stay mapped,
+/// without pages. May be called in a signal handler.
 ///
 /// # Errors
 ///

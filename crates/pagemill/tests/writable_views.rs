@@ -1,5 +1,5 @@
-//! Tests of views that are written: the file, its store and other views must show the writes of a `ViewMut`, and only the
-//! view itself those of a `PrivateView`.
+//! Tests of views that are written: the file, its store and other views must show the writes of a `ViewMut`, and only
+//! the view itself those of a `PrivateView`.
 #![allow(unsafe_code)] // passes addresses to system calls
 
 use pagemill_cache::mapping::policy::{Always, Never};
@@ -57,8 +57,8 @@ fn assert_same(found: &[u8], expected: &[u8]) {
     assert_eq!(wrong, None, "the first wrong byte");
 }
 
-/// A file with huge folios, small folios and holes is written through a view that begins inside of a huge page, while it is
-/// split, collapsed and punched. The file and another view must show each write.
+/// A file with huge folios, small folios and holes is written through a view that begins inside of a huge page, while
+/// it is split, collapsed and punched. The file and another view must show each write.
 #[test]
 fn writes_change_the_file() {
     for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
@@ -96,8 +96,9 @@ fn writes_change_the_file() {
     }
 }
 
-/// A file of a store, four times the size of the cache, is written through a view by several threads, each its own bytes,
-/// while another thread syncs, and pages are written back and evicted. After a sync, the store must have all writes.
+/// A file of a store, four times the size of the cache, is written through a view by several threads, each its own
+/// bytes, while another thread syncs, and pages are written back and evicted. After a sync, the store must have all
+/// writes.
 #[test]
 fn writes_reach_the_store() {
     let len = 16 * MIB;
@@ -237,8 +238,8 @@ fn bytes_behind_the_end_are_lost() {
     }
 }
 
-/// A file is truncated while a thread writes behind its new end, through a system call that fails there instead of raising
-/// a signal. The bytes must read zero when the file grows again.
+/// A file is truncated while a thread writes behind its new end, through a system call that fails there instead of
+/// raising a signal. The bytes must read zero when the file grows again.
 #[test]
 fn writes_during_a_truncation_are_lost() {
     let (page, at) = (64 << 10, 40_000);
@@ -309,8 +310,8 @@ fn private_views_need_few_mappings() {
     assert!(view.copied_bytes() as usize > len / 2 && view.take_error().is_none());
 }
 
-/// Private writes must be visible only in their view. Pages without such a write must show the file, also after the file
-/// was written, truncated and extended. Copied pages must survive that.
+/// Private writes must be visible only in their view. Pages without such a write must show the file, also after the
+/// file was written, truncated and extended. Copied pages must survive that.
 #[test]
 fn private_writes_stay_in_the_view() {
     for (policy, page) in [
@@ -363,7 +364,8 @@ fn private_writes_stay_in_the_view() {
     }
 }
 
-/// Threads write to the same pages of a private view, each its own bytes. All writes must be there, and none in the file.
+/// Threads write to the same pages of a private view, each its own bytes. All writes must be there, and none in the
+/// file.
 #[test]
 fn private_writes_of_several_threads_are_not_lost() {
     let cache = cache(Box::new(Always), 32 * MIB);
@@ -475,8 +477,8 @@ fn system_calls_can_write_to_prefaulted_ranges() {
     drop(prefaulted);
 }
 
-/// Bytes of a view are borrowed as a slice. All calls that change the file must fail until the guards are dropped; reads
-/// and pins must work, and no memory of the range may be evicted.
+/// Bytes of a view are borrowed as a slice. All calls that change the file must fail until the guards are dropped;
+/// reads and pins must work, and no memory of the range may be evicted.
 #[test]
 fn borrowed_bytes_do_not_change() {
     let cache = cache(Box::new(Never), 4 * MIB);
@@ -515,8 +517,8 @@ fn borrowed_bytes_do_not_change() {
     assert_view(&private, 3999, &[&expected[3999..4000], &[3; 200], &expected[4200..4210]].concat());
 }
 
-/// Half of a small cache is locked. The locked pages must stay in memory while other pages are read, and must be written
-/// back while they are locked. After `unlock` they must be evictable.
+/// Half of a small cache is locked. The locked pages must stay in memory while other pages are read, and must be
+/// written back while they are locked. After `unlock` they must be evictable.
 #[test]
 fn locked_ranges_stay_in_memory() {
     let (len, limit) = (16 * MIB, 4 * MIB);
@@ -577,7 +579,8 @@ fn locked_zeros_stay_in_memory() {
     assert!(file.split_sparse().unwrap() > 3 * MIB as u64);
 }
 
-/// A write behind the end of the file, or to a page that the store cannot read, must raise `SIGBUS` in each kind of view.
+/// A write behind the end of the file, or to a page that the store cannot read, must raise `SIGBUS` in each kind of
+/// view.
 #[test]
 fn wrong_writes_raise_sigbus() {
     const ACCESS_ENV: &str = "VIEWS_ACCESS";

@@ -2,7 +2,6 @@
 //! through views.
 
 pub mod device;
-mod faults;
 pub mod fresh;
 pub mod memory;
 pub mod repeated;

@@ -24,8 +24,8 @@ pub(super) fn change_own_pieces(difference: isize) {
     change_pieces(difference);
 }
 
-/// Returns whether a private view with `count` pieces may have another one. Private views get half of the pieces at most.
-/// A view gets at most as many as are left for the others, so no view uses up all.
+/// Returns whether a private view with `count` pieces may have another one. Private views get half of the pieces at
+/// most. A view gets at most as many as are left for the others, so no view uses up all.
 pub(super) fn may_add_own_piece(count: usize) -> bool {
     let free = (max_pieces() / 2).saturating_sub(OWN_PIECES.load(Relaxed));
     count < free && pieces() < max_pieces()
@@ -69,8 +69,8 @@ impl Entry {
     pub const EMPTY: Self = Self(0);
     /// One thread changes the entry.
     const CLAIMED: Self = Self(u32::MAX);
-    /// Bit of an entry with a folio: no piece begins at the page. It lies in the piece of the page before it, or belongs to a
-    /// private view.
+    /// Bit of an entry with a folio: no piece begins at the page. It lies in the piece of the page before it, or
+    /// belongs to a private view.
     const JOINED_BIT: u32 = 1 << 31;
 
     /// Returns the entry of a folio that begins at page `number` of the pool, below 2^30.
@@ -200,8 +200,8 @@ impl Entries {
         self.block(at).fetch_sub(counted - u32::from(now != Entry::EMPTY), SeqCst);
     }
 
-    /// Makes the piece of entry `at` begin there, because the page before it was mapped in another way or unmapped. Waits
-    /// while another thread has claimed the entry.
+    /// Makes the piece of entry `at` begin there, because the page before it was mapped in another way or unmapped.
+    /// Waits while another thread has claimed the entry.
     pub fn separate(&self, at: usize) {
         if at >= self.count {
             return;

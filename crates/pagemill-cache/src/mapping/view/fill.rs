@@ -1,9 +1,9 @@
 //! Fills: what the fault handler does for a page that is not in memory, in the faulting thread, on a stack of its own.
 //!
-//! The handler of an access to a view interrupts that access and nothing else. So it may do what a function that is called
-//! in its place may do: allocate, lock, wait for the store. Two limits remain. The signal handler's stack may be too small
-//! for stores and policies of the program. And all signals stay blocked, so a store must not access views: the fault would end
-//! the process.
+//! The handler of an access to a view interrupts that access and nothing else. So it may do what a function that is
+//! called in its place may do: allocate, lock, wait for the store. Two limits remain. The signal handler's stack may be
+//! too small for stores and policies of the program. And all signals stay blocked, so a store must not access views:
+//! the fault would end the process.
 
 use super::pieces::Access;
 use super::window::Window;

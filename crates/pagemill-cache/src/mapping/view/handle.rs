@@ -13,19 +13,19 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 
-/// A range of a cached file as memory that can be read, made by [`Mapping::view`]. [`ViewMut`] and [`PrivateView`] can be
-/// written, and have all methods of this type.
+/// A range of a cached file as memory that can be read, made by [`Mapping::view`]. [`ViewMut`] and [`PrivateView`] can
+/// be written, and have all methods of this type.
 ///
 /// The bytes are read into memory when they are first accessed. Writes to the file by [`Mapping::write_at`] are visible
 /// in the view at once, because both use the same memory. Other threads may change the bytes at any time, so they are
 /// copied, or accessed as atomic numbers, never borrowed.
 ///
-/// An access raises `SIGBUS` if the bytes lie behind the end of the file ([`Mapping::truncate`]), or if the store cannot
-/// read them; [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that are not
-/// in memory fails with `EFAULT`; [`View::prefault`] prevents this.
+/// An access raises `SIGBUS` if the bytes lie behind the end of the file ([`Mapping::truncate`]), or if the store
+/// cannot read them; [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that
+/// are not in memory fails with `EFAULT`; [`View::prefault`] prevents this.
 ///
-/// A view keeps its file open. A fork child does not have the memory of its parent's views. docs/from-memmap2.md compares
-/// views with the crate memmap2.
+/// A view keeps its file open. A fork child does not have the memory of its parent's views. docs/from-memmap2.md
+/// compares views with the crate memmap2.
 ///
 /// ```
 /// use pagemill::PageCache;
@@ -52,12 +52,12 @@ pub struct View {
     file: Mapping,
 }
 
-/// A range of a cached file as memory that can be written, made by [`Mapping::view_mut`]. Writes change the file: reads by
-/// [`Mapping::read_at`] and other views show them at once, and [`Mapping::sync`] writes them to the store.
+/// A range of a cached file as memory that can be written, made by [`Mapping::view_mut`]. Writes change the file: reads
+/// by [`Mapping::read_at`] and other views show them at once, and [`Mapping::sync`] writes them to the store.
 ///
-/// The first write to a page after it was written back makes it dirty, which takes some microseconds, and is delayed as by
-/// [`Mapping::write_at`] if too much is dirty. Writes do not extend the file: bytes behind its end raise `SIGBUS`, except
-/// in the rest of its last OS page, where writes are lost.
+/// The first write to a page after it was written back makes it dirty, which takes some microseconds, and is delayed as
+/// by [`Mapping::write_at`] if too much is dirty. Writes do not extend the file: bytes behind its end raise `SIGBUS`,
+/// except in the rest of its last OS page, where writes are lost.
 ///
 /// ```
 /// use pagemill::PageCache;
@@ -104,8 +104,8 @@ pub struct ViewMut(View);
 pub struct PrivateView(View);
 
 impl Mapping {
-    /// Makes a range of the file accessible as memory. `range` begins at a multiple of the OS page, and may end behind the end
-    /// of the file, which may grow. The file's cache must have shared memory ([`Source::Shared`]).
+    /// Makes a range of the file accessible as memory. `range` begins at a multiple of the OS page, and may end behind
+    /// the end of the file, which may grow. The file's cache must have shared memory ([`Source::Shared`]).
     ///
     /// The first access to a page calls the fault handler of Pagemill, which it installs for `SIGSEGV`. Faults at other
     /// addresses are passed to the handler that the program has installed before. A handler that the program installs
@@ -128,8 +128,8 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// As [`Mapping::view`]. [`Error::ReadOnly`] if the store is read-only. [`Error::Busy`] while [`View::bytes`] borrows
-    /// bytes of the file.
+    /// As [`Mapping::view`]. [`Error::ReadOnly`] if the store is read-only. [`Error::Busy`] while [`View::bytes`]
+    /// borrows bytes of the file.
     pub fn view_mut(&self, range: Range<u64>) -> Result<ViewMut> {
         self.0.check_writable()?;
         self.view_with(range, Writes::Shared).map(ViewMut)
@@ -191,15 +191,15 @@ impl View {
         unsafe { crate::folio::copy(to.as_mut_ptr(), self.as_ptr().add(at), to.len()) };
     }
 
-    /// Reads a range into memory and maps it. While the result exists, the pages are pinned and stay mapped, so addresses
-    /// of the range can be passed to system calls that read them. A truncation or `punch_hole` unmaps pages of the
-    /// range. So does an unmapping nearby in a process that has used up its mappings; the pages are then mapped again at the
-    /// next access, and system calls can fail with `EFAULT` until then.
+    /// Reads a range into memory and maps it. While the result exists, the pages are pinned and stay mapped, so
+    /// addresses of the range can be passed to system calls that read them. A truncation or `punch_hole` unmaps pages
+    /// of the range. So does an unmapping nearby in a process that has used up its mappings; the pages are then mapped
+    /// again at the next access, and system calls can fail with `EFAULT` until then.
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] if the range does not lie in the view or in the file. [`Error::System`] if the pages need more
-    /// mappings than views or the process may have. Otherwise see [`Mapping::pin`].
+    /// [`Error::PastEnd`] if the range does not lie in the view or in the file. [`Error::System`] if the pages need
+    /// more mappings than views or the process may have. Otherwise see [`Mapping::pin`].
     pub fn prefault(&self, range: Range<usize>) -> Result<Prefaulted<'_>> {
         self.prefault_for(range, Access::Read)
     }
@@ -216,9 +216,9 @@ impl View {
         Ok(prefaulted)
     }
 
-    /// Reads a range into memory, maps it, and returns a guard that borrows its bytes as a slice. While the guard exists,
-    /// the file cannot change: writes, truncations, holds and [`Mapping::refresh`] fail with [`Error::Busy`]. Reads, pins,
-    /// and other guards are possible.
+    /// Reads a range into memory, maps it, and returns a guard that borrows its bytes as a slice. While the guard
+    /// exists, the file cannot change: writes, truncations, holds and [`Mapping::refresh`] fail with [`Error::Busy`].
+    /// Reads, pins, and other guards are possible.
     ///
     /// # Errors
     ///
@@ -245,8 +245,8 @@ impl View {
     }
 
     /// Reads a range into memory, and keeps it there until [`View::unlock`] is called as often with the same range, or
-    /// the view is dropped. Unlike after [`View::prefault`], the pages can be written back, and the first access to one may
-    /// call the fault handler again. A truncation or `punch_hole` still removes pages of the range.
+    /// the view is dropped. Unlike after [`View::prefault`], the pages can be written back, and the first access to one
+    /// may call the fault handler again. A truncation or `punch_hole` still removes pages of the range.
     ///
     /// [`Usage::locked_by_views`](crate::mapping::Usage::locked_by_views) has the sum of all locked ranges.
     ///
@@ -285,8 +285,8 @@ impl View {
     /// Returns the four bytes at offset `at` of the view as an atomic number of this machine's byte order.
     fn atomic_u32(&self, at: usize) -> &AtomicU32 {
         self.check_aligned(at, size_of::<AtomicU32>());
-        // SAFETY: the address is aligned and lies in the window, which exists as long as this view. The fault handler maps
-        // the page before an access continues. Other code accesses the bytes by copies only.
+        // SAFETY: the address is aligned and lies in the window, which exists as long as this view. The fault handler
+        // maps the page before an access continues. Other code accesses the bytes by copies only.
         unsafe { &*ptr::with_exposed_provenance::<AtomicU32>(self.window.addr + at) }
     }
 
@@ -408,8 +408,8 @@ impl PrivateView {
     /// As [`View::prefault`].
     pub fn bytes_mut(&mut self, range: Range<usize>) -> Result<&mut [u8]> {
         drop(self.prefault_mut(range.clone())?);
-        // SAFETY: all pages of the range belong to the view from here on, and stay mapped until it is dropped. The view is
-        // borrowed uniquely, and no other code accesses its memory.
+        // SAFETY: all pages of the range belong to the view from here on, and stay mapped until it is dropped. The view
+        // is borrowed uniquely, and no other code accesses its memory.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().add(range.start), range.len()) })
     }
 

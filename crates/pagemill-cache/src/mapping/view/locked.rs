@@ -1,6 +1,6 @@
 //! Ranges of views that stay in memory ([`View::lock`](super::View::lock)). Eviction checks them after it has frozen a
-//! folio. A range is noted before its pages are read into memory. So either eviction finds the range, or the page is read
-//! after the eviction.
+//! folio. A range is noted before its pages are read into memory. So either eviction finds the range, or the page is
+//! read after the eviction.
 
 use super::window::Window;
 use pagemill_core::stats::{self, Counter};

@@ -12,16 +12,16 @@
 //! ```
 //!
 //! A *window* is the reserved address range of one view. An *entry* is a word for each software page of a window: it is
-//! empty, or names the folio that it has pinned, which may be mapped there. An entry with a folio owns a pin of it. So all rules about pinned
-//! folios hold for mapped ones, and code that needs a folio without pins first unmaps it from all windows
-//! ([`File::unmap_from_views`]).
+//! empty, or names the folio that it has pinned, which may be mapped there. An entry with a folio owns a pin of it. So
+//! all rules about pinned folios hold for mapped ones, and code that needs a folio without pins first unmaps it from
+//! all windows ([`File::unmap_from_views`]).
 //!
 //! An entry is claimed before the folio is looked up. A thread that removes a folio from the file does so before it
 //! looks at the entries. So either it finds the entry with the folio, or the look-up finds the folio removed.
 //!
-//! Writes through a view: before a folio is mapped writable, it is made dirty. Writeback, eviction, splits and collapses
-//! freeze a folio, which needs a folio without pins. So they unmap it first, and the next write maps it again. A view
-//! with private writes copies a page at its first write ([`private`]).
+//! Writes through a view: before a folio is mapped writable, it is made dirty. Writeback, eviction, splits and
+//! collapses freeze a folio, which needs a folio without pins. So they unmap it first, and the next write maps it
+//! again. A view with private writes copies a page at its first write ([`private`]).
 
 mod entry;
 mod fill;
@@ -62,7 +62,8 @@ struct Windows {
     were_writable: AtomicBool,
     /// Number of ranges that views have locked ([`View::lock`]).
     locked: AtomicU32,
-    /// Number of guards that borrow bytes of the file ([`View::bytes`]). Increased under the file's gate, held exclusively.
+    /// Number of guards that borrow bytes of the file ([`View::bytes`]). Increased under the file's gate, held
+    /// exclusively.
     borrowed: AtomicU32,
     list: Guarded<Vec<Arc<Window>>>,
 }
@@ -139,8 +140,8 @@ impl File {
         windows.list.with(|list| list.iter().any(|window| window.has_locked(&pages)))
     }
 
-    /// Zeroes the bytes behind the end of the file in its last OS page. Writes through a view may have changed them; the
-    /// file must read zero there when it grows. The caller holds the file's gate exclusively.
+    /// Zeroes the bytes behind the end of the file in its last OS page. Writes through a view may have changed them;
+    /// the file must read zero there when it grows. The caller holds the file's gate exclusively.
     ///
     /// # Errors
     ///
@@ -159,8 +160,8 @@ impl File {
         Ok(())
     }
 
-    /// Freezes a live folio that begins at page `number` of the pool, for a change that needs a folio without pins. First
-    /// unmaps the folio from the file's views.
+    /// Freezes a live folio that begins at page `number` of the pool, for a change that needs a folio without pins.
+    /// First unmaps the folio from the file's views.
     ///
     /// # Errors
     ///

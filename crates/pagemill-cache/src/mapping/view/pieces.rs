@@ -42,8 +42,8 @@ pub(super) enum Access {
 pub(super) enum Mapper {
     /// The fault handler. It may neither allocate nor wait for locks of the cache.
     Handler,
-    /// [`Window::fill`], which the fault handler calls on a stack of its own, or a call of the program. It has pinned the
-    /// folio.
+    /// [`Window::fill`], which the fault handler calls on a stack of its own, or a call of the program. It has pinned
+    /// the folio.
     Filler,
 }
 
@@ -116,8 +116,8 @@ impl Window {
             Mapped::No
         };
         let is_mapped = mapped == Mapped::Yes;
-        // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock, and of one that
-        // may be mapped. An entry whose page was copied is no piece.
+        // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock, and of
+        // one that may be mapped. An entry whose page was copied is no piece.
         let is_empty = !is_right && seen == Entry::EMPTY && frame.word.unpin_unless_freed();
         let now = if is_empty { Entry::EMPTY } else { Entry::of(number, copies && is_mapped) };
         self.entries.release(at, seen, now);
@@ -138,9 +138,9 @@ impl Window {
         self.file.size_bytes().next_multiple_of(mem::os_page_bytes() as u64)
     }
 
-    /// Returns whether a pinned folio can be mapped for an access. Makes it dirty first where that needs no lock: in a file
-    /// without a store, at each access. A folio of a writable view is mapped writable if it is dirty. It stays dirty until
-    /// it is unmapped, because its entry has a pin.
+    /// Returns whether a pinned folio can be mapped for an access. Makes it dirty first where that needs no lock: in a
+    /// file without a store, at each access. A folio of a writable view is mapped writable if it is dirty. It stays
+    /// dirty until it is unmapped, because its entry has a pin.
     fn is_ready(&self, frame: &Frame, access: Access) -> bool {
         if self.writes != Writes::Shared || frame.word.load().is_dirty() {
             return true;
@@ -170,8 +170,8 @@ impl Window {
         Ok(found.value as u32)
     }
 
-    /// Claims the entries behind a page, and pins their folios, as long as they are small folios in memory, and directly
-    /// follow in the pool.
+    /// Claims the entries behind a page, and pins their folios, as long as they are small folios in memory, and
+    /// directly follow in the pool.
     fn claim_following(&self, together: &mut Together, is_writable: bool, mapper: Mapper) {
         let max = MAX_MAPPED_TOGETHER.min(BLOCK_BYTES / self.file.page_bytes());
         let end = self.pages().end.min(self.file.size_bytes().div_ceil(self.file.page_bytes() as u64));
@@ -248,8 +248,8 @@ impl Window {
         }
     }
 
-    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind the
-    /// end of the file if that comes first.
+    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind
+    /// the end of the file if that comes first.
     ///
     /// # Errors
     ///
@@ -288,8 +288,8 @@ impl Window {
             drop(blocked);
             match mapped {
                 Mapped::Yes if self.is_own(page) => return Ok(page + 1),
-                // The mapping ends at the next page that belongs to the view, or at the end of the file. A huge folio may
-                // have pages behind both.
+                // The mapping ends at the next page that belongs to the view, or at the end of the file. A huge folio
+                // may have pages behind both.
                 Mapped::Yes => {
                     let end = end.min(size_bytes.div_ceil(file.page_bytes() as u64));
                     return Ok(self.end_of_shared_pages(page, end));
@@ -345,8 +345,8 @@ impl Window {
         }
     }
 
-    /// Unmaps the first page of `pages`, and those behind it that can be unmapped by the same call. Returns the page behind
-    /// them.
+    /// Unmaps the first page of `pages`, and those behind it that can be unmapped by the same call. Returns the page
+    /// behind them.
     fn unmap_run(&self, pages: Range<u64>, how: Unmap) -> u64 {
         let first = self.at(pages.start);
         let Some(seen) = self.entries.claim_used(first) else { return pages.start + 1 };
@@ -354,8 +354,8 @@ impl Window {
         let order = self.file.pool.word(number).load().order();
         let begin = pages.start >> order << order;
         let mut end = begin + (1 << order);
-        // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of the
-        // whole folio, so one kept page keeps all.
+        // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of
+        // the whole folio, so one kept page keeps all.
         if how != Unmap::Always && self.is_kept(begin..end) {
             self.entries.release(first, seen, seen);
             return pages.start + 1;

@@ -1,11 +1,11 @@
 //! The pages that belong to a view with private writes.
 //!
-//! The first write to a page copies it into memory of the view, which then replaces the page in the window. Later changes
-//! of the file's page, and its removal, do not change the copy.
+//! The first write to a page copies it into memory of the view, which then replaces the page in the window. Later
+//! changes of the file's page, and its removal, do not change the copy.
 //!
-//! The copy is made in a second address range, the *copy range*, at the same offset as in the window, and then moved. So
-//! another thread sees either the page of the file or the whole copy. Adjacent copies become one mapping, because they
-//! were adjacent in the copy range.
+//! The copy is made in a second address range, the *copy range*, at the same offset as in the window, and then moved.
+//! So another thread sees either the page of the file or the whole copy. Adjacent copies become one mapping, because
+//! they were adjacent in the copy range.
 #![allow(unsafe_code)] // copies and moves pages
 
 use super::entry;
@@ -25,8 +25,8 @@ const MAX_DISTANCE: usize = 1024;
 
 /// The pages of a window that belong to its view.
 pub(super) struct OwnPages {
-    /// A bit for each page of the window: whether the page belongs to the view. The lock is held while something is mapped
-    /// in the window, so that a mapping never replaces a copy.
+    /// A bit for each page of the window: whether the page belongs to the view. The lock is held while something is
+    /// mapped in the window, so that a mapping never replaces a copy.
     bits: Guarded<Bits>,
     /// Address of the copy range; it is congruent to the window modulo 2 MiB.
     copies: usize,
@@ -63,8 +63,8 @@ impl Bits {
         usize::from(at > 0 && is_in(at - 1)) + usize::from(is_in(at + 1))
     }
 
-    /// Returns the first page from `at` on, before `end`, that the set has (`true`) or lacks (`false`); `end` if there is
-    /// none.
+    /// Returns the first page from `at` on, before `end`, that the set has (`true`) or lacks (`false`); `end` if there
+    /// is none.
     fn next(&self, mut at: usize, end: usize, is_in: bool) -> usize {
         while at < end {
             let word = if is_in { self.words[at / 64] } else { !self.words[at / 64] } >> (at % 64);
@@ -76,8 +76,8 @@ impl Bits {
         end
     }
 
-    /// Returns the first page of the longest range that begins at `least` or later, ends before `at`, and has no page of
-    /// the set.
+    /// Returns the first page of the longest range that begins at `least` or later, ends before `at`, and has no page
+    /// of the set.
     fn begin_of_gap(&self, at: usize, least: usize) -> usize {
         let mut word_at = at / 64;
         let mut word = self.words.get(word_at).map_or(0, |word| word & ((1 << (at % 64)) - 1));
@@ -88,8 +88,8 @@ impl Bits {
         if word == 0 { least } else { (word_at * 64 + 64 - word.leading_zeros() as usize).max(least) }
     }
 
-    /// Returns the longest range inside of `within` that contains page `at`, which is not in the set, and has no page of
-    /// the set.
+    /// Returns the longest range inside of `within` that contains page `at`, which is not in the set, and has no page
+    /// of the set.
     fn gap_around(&self, at: usize, within: Range<usize>) -> Range<usize> {
         self.begin_of_gap(at, within.start)..self.next(at, within.end, true)
     }
@@ -134,8 +134,8 @@ impl OwnPages {
         self.bits.with(|bits| bits.next(at, end, true))
     }
 
-    /// Returns the pages from the nearest page of the view to entry `at`, in the order in which each has one of the view
-    /// beside it; `None` if none is within [`MAX_DISTANCE`], or if one is beside `at` already.
+    /// Returns the pages from the nearest page of the view to entry `at`, in the order in which each has one of the
+    /// view beside it; `None` if none is within [`MAX_DISTANCE`], or if one is beside `at` already.
     fn path_to(&self, at: usize, count: usize) -> Option<impl Iterator<Item = usize> + use<>> {
         let _blocked = AllSignalsBlocked::begin();
         let within = at.saturating_sub(MAX_DISTANCE)..count.min(at + MAX_DISTANCE);
@@ -170,8 +170,8 @@ impl Window {
         self.own_pages.as_ref().is_some_and(|own_pages| own_pages.has(self.at(page)))
     }
 
-    /// Copies a page into memory of the view, from `source`, the address of the page's bytes in the pool, and maps the copy
-    /// in the window. The caller has pinned the folio and claimed the entry.
+    /// Copies a page into memory of the view, from `source`, the address of the page's bytes in the pool, and maps the
+    /// copy in the window. The caller has pinned the folio and claimed the entry.
     pub(super) fn copy_page(&self, page: u64, source: usize) -> Mapped {
         let Some(own_pages) = &self.own_pages else { return Mapped::No };
         let bytes = self.bytes_of(page..page + 1);
@@ -201,8 +201,8 @@ impl Window {
         })
     }
 
-    /// Calls `map` with the part of `pages` around `page` that does not belong to the view, while no page there can become
-    /// the view's own.
+    /// Calls `map` with the part of `pages` around `page` that does not belong to the view, while no page there can
+    /// become the view's own.
     pub(super) fn with_shared_pages(
         &self,
         page: u64,
@@ -219,8 +219,8 @@ impl Window {
         })
     }
 
-    /// Copies a page although no piece may be added: first copies the pages between it and the nearest page that belongs
-    /// to the view, so that the copies form one mapping. Returns whether that was possible.
+    /// Copies a page although no piece may be added: first copies the pages between it and the nearest page that
+    /// belongs to the view, so that the copies form one mapping. Returns whether that was possible.
     pub(super) fn copy_with_neighbours(&self, page: u64) -> Result<bool> {
         let path = self.own_pages.as_ref().and_then(|own| own.path_to(self.at(page), self.entries.count()));
         let Some(path) = path else { return Ok(false) };

@@ -48,8 +48,8 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// Reserves addresses that are congruent to the range of the file modulo 2 MiB, so that huge folios can be mapped as
-    /// huge pages.
+    /// Reserves addresses that are congruent to the range of the file modulo 2 MiB, so that huge folios can be mapped
+    /// as huge pages.
     pub fn new(file: Arc<File>, range: Range<u64>, writes: Writes) -> Result<Self> {
         let no_addresses = || Error::NoAddresses { wanted_bytes: range.end - range.start };
         let len_bytes = usize::try_from(range.end - range.start).map_err(|_| no_addresses())?;
@@ -126,11 +126,11 @@ impl Window {
         self.addr + (offset - self.offset) as usize
     }
 
-    /// Makes a range of addresses inaccessible: replaces what is mapped there by the reservation. `around` returns a larger range that consists of
-    /// whole mappings. The pages there are mapped again when they are accessed.
+    /// Makes a range of addresses inaccessible: replaces what is mapped there by the reservation. `around` returns a
+    /// larger range that consists of whole mappings. The pages there are mapped again when they are accessed.
     pub(super) fn reserve_again(range: &Range<usize>, around: impl Fn() -> Range<usize>) {
-        // A process with too many mappings cannot split one, but can remove the access to mappings, or replace whole ones.
-        // SAFETY: the addresses lie in the window. Accesses to them call the fault handler.
+        // A process with too many mappings cannot split one, but can remove the access to mappings, or replace whole
+        // ones. SAFETY: the addresses lie in the window. Accesses to them call the fault handler.
         let is_unmapped = unsafe {
             window::reserve_again(range.start, range.len()).is_ok()
                 || mem::close(range.start, range.len()).is_ok()
