@@ -227,8 +227,8 @@ fn listing_page_caches_allocates_nothing() {
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
-    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach2\x01"[..], 32 + 4 * 136), "three pools, spare nodes");
-    assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
+    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach2\x01"[..], 32 + 4 * 144), "three pools, spare nodes");
+    assert_eq!((&bytes[32..38], &bytes[176..181]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
 /// The helper thread writes a list of slab caches. It must not use the global allocator.
