@@ -9,6 +9,8 @@ pub enum Cause {
     Write,
     /// A read of a page without a folio. In a file without a store the page is a hole.
     Read,
+    /// An access through a view to a page that neither memory nor the store has.
+    Fault,
     /// The background thread considers collapsing the small folios of a range into a huge one.
     Collapse,
 }
@@ -23,17 +25,21 @@ pub struct Ask {
     pub offset: u64,
     /// Length of the range: the bytes of a huge folio.
     pub span_bytes: u64,
-    /// Number of bytes that the current call reads or writes in the range, from the first byte of the range on.
+    /// Number of bytes that the current call reads or writes in the range, from the first byte of the range on. For
+    /// [`Cause::Fault`]: bytes of the range that the view can write, or one page if it cannot write.
     pub wanted_bytes: u64,
     /// Bytes of the range that are in memory. Set for [`Cause::Collapse`] only.
     pub present_bytes: u64,
     /// Length of the file, including the current write.
     pub size_bytes: u64,
-    /// Length of the sequential run of writes that ends right before this call.
+    /// Length of the sequential run of writes that ends right before this call. Pages that writes through a view create
+    /// count as written.
     pub sequential_bytes: u64,
-    /// For [`Cause::Write`]: bytes of the range that a huge folio would first have to read from the store, because the
-    /// call does not write them.
+    /// For [`Cause::Write`] and [`Cause::Fault`]: bytes of the range that a huge folio would first have to read from the
+    /// store, because the call does not write them.
     pub read_bytes: u64,
+    /// Bytes of new folios that fit below the cache's limit.
+    pub room_bytes: u64,
 }
 
 /// The decision of a policy about the folio size for a range.
@@ -44,7 +50,7 @@ pub enum Choice {
     Huge,
     Small,
     /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: do not collapse
-    /// the range.
+    /// the range. Otherwise the same as `Small`.
     Nothing,
 }
 
@@ -93,7 +99,9 @@ const DENSE_FRACTION: (u64, u64) = (7, 8);
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
 /// half of the range that the folio covers, or if a large file is written sequentially. A small file, or one with
 /// scattered writes, gets small folios until its ranges are dense. So does a write to a range of which the store has
-/// other bytes, because a huge folio would first have to read them.
+/// other bytes, because a huge folio would first have to read them. An access through a writable view gets a huge folio
+/// if the file contains the whole range, and the whole file would fit below the cache's limit. So accesses to a few pages
+/// of a file that is larger than memory get small folios. The background thread splits huge folios that stay sparse.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
@@ -107,17 +115,19 @@ impl Policy for Auto {
                 Choice::Huge
             }
             Cause::Collapse => Choice::Nothing,
-            Cause::Write => {
+            Cause::Write | Cause::Fault => {
                 let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_FILE_SPANS * ask.span_bytes;
-                let is_wanted = ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large);
+                let is_possible = ask.cause == Cause::Write
+                    || ask.size_bytes >= ask.offset + ask.span_bytes && ask.room_bytes >= ask.size_bytes;
+                let is_wanted = ask.wanted_bytes * 2 > ask.span_bytes && is_possible || is_sequential && is_large;
                 if is_wanted && ask.read_bytes == 0 { Choice::Huge } else { Choice::Small }
             }
         }
     }
 }
 
-/// Always chooses huge folios, for writes and for reads of holes.
+/// Always chooses huge folios, for writes, for reads of holes, and for accesses through views.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
@@ -137,7 +147,7 @@ pub struct Never;
 
 impl Policy for Never {
     fn choose(&self, ask: &Ask) -> Choice {
-        if ask.cause == Cause::Write { Choice::Small } else { Choice::Nothing }
+        if matches!(ask.cause, Cause::Write | Cause::Fault) { Choice::Small } else { Choice::Nothing }
     }
 }
 
@@ -160,6 +170,7 @@ mod tests {
             size_bytes: 1000,
             sequential_bytes: 0,
             read_bytes: 0,
+            room_bytes: 100 * SPAN,
         };
         assert_eq!(Auto.choose(&ask), Choice::Small);
         assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
@@ -172,5 +183,13 @@ mod tests {
         assert_eq!(Auto.choose(&collapse), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);
         assert_eq!(Auto.choose(&Ask { cause: Cause::Read, ..ask }), Choice::Nothing);
+        let fault = Ask { cause: Cause::Fault, wanted_bytes: SPAN, size_bytes: SPAN, ..ask };
+        assert_eq!(Auto.choose(&fault), Choice::Huge);
+        assert_eq!(Auto.choose(&Ask { size_bytes: SPAN - 1, ..fault }), Choice::Small, "a range behind the end");
+        assert_eq!(Auto.choose(&Ask { size_bytes: 101 * SPAN, ..fault }), Choice::Small, "a file larger than the room");
+        let run = Ask { size_bytes: 101 * SPAN, sequential_bytes: SPAN, ..fault };
+        assert_eq!(Auto.choose(&run), Choice::Huge, "accesses in order");
+        assert_eq!(Auto.choose(&Ask { read_bytes: 1, ..fault }), Choice::Small, "bytes of the store");
+        assert_eq!(Auto.choose(&Ask { wanted_bytes: 4096, ..fault }), Choice::Small, "a view without writes");
     }
 }

@@ -48,18 +48,24 @@ pub(crate) enum Purpose {
     Readahead,
     /// A pin, or a write to a part of a page.
     Write,
+    /// An access through a view.
+    Fault,
 }
 
 impl Purpose {
     fn policy_cause(self) -> Cause {
-        if self == Self::Write { Cause::Write } else { Cause::Read }
+        match self {
+            Self::Read | Self::Readahead => Cause::Read,
+            Self::Write => Cause::Write,
+            Self::Fault => Cause::Fault,
+        }
     }
 
     fn prefetched(self) -> Option<Prefetch> {
         match self {
             Self::Read => Some(Prefetch::Requested),
             Self::Readahead => Some(Prefetch::Readahead),
-            Self::Write => None,
+            Self::Write | Self::Fault => None,
         }
     }
 }

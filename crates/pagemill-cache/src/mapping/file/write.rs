@@ -200,7 +200,7 @@ impl File {
     }
 
     /// Records a write that created pages from `offset` to `end`: it continues the sequential run, or begins a new one.
-    fn note_sequential(&self, offset: u64, end: u64) {
+    pub(super) fn note_sequential(&self, offset: u64, end: u64) {
         if self.sequential_end.load(Relaxed) != offset {
             self.sequential_begin.store(offset, Relaxed);
         }

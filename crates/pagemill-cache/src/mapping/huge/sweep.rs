@@ -11,7 +11,8 @@
 //! free for another use: it records a write since the clock hand last passed the folio. The chunk's scan word holds the
 //! folio's version and scan state. So folios that are written all the time are never checked, and folios that were
 //! found dense are skipped. The pages of a split folio stay small until the last page of its range is written, because
-//! only that write queues the range for a collapse.
+//! only that write queues the range for a collapse. The dirty bit of a folio that a view maps tells nothing, so such a
+//! folio is checked in its second round; a split unmaps it.
 //!
 //! The clock hand stops after a round that found nothing new. A huge folio that is created partly, zeroed partly or
 //! collapsed with holes starts the hand again ([`File::note_sparse`]). Writing zeros over data does not.
@@ -222,17 +223,21 @@ impl Inner {
         let number = chunk << order;
         let (word, note) = (pool.word(number), pool.scan_word(number));
         let seen = word.load();
-        if seen.kind() != Kind::Live || seen.order() != order || seen.pins() > 0 {
+        if seen.kind() != Kind::Live || seen.order() != order {
             return ChunkVisit::Skipped;
         }
+        // A folio that is mapped in a view stays dirty. It is checked although it may be written.
+        let is_pinned = seen.pins() > 0;
+        let is_written = seen.is_dirty() && !is_pinned;
         let (version, known) = (u64::from(seen.version()), note.load(Relaxed));
-        if !seen.is_dirty() && known == DENSE_STATE | version {
+        if !is_written && known == DENSE_STATE | version {
             return ChunkVisit::Skipped;
         }
         // The owner is valid as long as the folio's version is unchanged.
         let owner = pool.frame(number).owner();
-        let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return ChunkVisit::Skipped };
-        if seen.is_dirty() {
+        let is_candidate = |file: &Arc<File>| file.store.is_none() && !(is_pinned && file.views.is_empty());
+        let Some(file) = self.file(owner.id).filter(is_candidate) else { return ChunkVisit::Skipped };
+        if is_written {
             // Fails if the word has changed: the page could be a dirty folio of a file with a store by now.
             if word.clear_dirty_if_unchanged(seen) {
                 note.store(SEEN_STATE | version, Relaxed);
