@@ -330,18 +330,26 @@ fn errors_of_the_store_are_reported() {
     assert_view(&view, 0, &bytes(MIB));
 }
 
-/// Set in the child process of [`faults_and_mappings_are_counted`].
+/// Set in the child process of a test that compares counters, in which no other test runs.
 const COUNTS_ENV: &str = "VIEWS_COUNTS";
+
+/// Runs a test again in a child process. Returns false in that process.
+fn is_run_in_child(test: &str) -> bool {
+    if std::env::var(COUNTS_ENV).is_ok() {
+        return false;
+    }
+    let output = Command::new(std::env::current_exe().unwrap()).args([test, "--exact"]).env(COUNTS_ENV, "1").output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{} {}", output.status, String::from_utf8_lossy(&output.stdout));
+    true
+}
 
 /// Pages are accessed through a view in a process without other views. The counters must have the number of faults, of
 /// pages that fills read, and of mappings. `vmstat` shows the counters.
 #[test]
 fn faults_and_mappings_are_counted() {
-    if std::env::var(COUNTS_ENV).is_err() {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["faults_and_mappings_are_counted", "--exact"]).env(COUNTS_ENV, "1");
-        let output = child.output().unwrap();
-        return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    if is_run_in_child("faults_and_mappings_are_counted") {
+        return;
     }
     let assert_counts = |faults: u64, fills: u64, mappings: u64, unmapped: u64| {
         let counters = [Counter::ViewFaults, Counter::ViewFills, Counter::ViewMappings, Counter::ViewUnmapped];
@@ -372,6 +380,58 @@ fn faults_and_mappings_are_counted() {
     assert_eq!(stats::get(Counter::ViewLocked), 0);
     assert_eq!(stats::get(Counter::ViewUnmappedForLimit), 0);
     assert_eq!(stats::get(Counter::ViewFaultsFailed), 0);
+}
+
+/// All pages of a file are in memory, and are read through a fresh view: forwards, backwards, and in random order. Each
+/// group of 16 pages must take one fault and one mapping, which are counted exactly, also after a page in its middle was
+/// unmapped. Of a file with every second page in memory, each page that is read must take a fault, and no other page may
+/// be read from the store.
+#[test]
+fn neighbours_are_mapped_in_both_directions() {
+    if is_run_in_child("neighbours_are_mapped_in_both_directions") {
+        return;
+    }
+    let (len, group) = (4 * MIB, 16);
+    let pages = len / PAGE_BYTES;
+    let cache = cache(Box::new(Never), 16 * MIB);
+    let open = || cache.open(Arc::new(MemoryStore::new(bytes(len), 512))).unwrap();
+    let count_faults = |view: &View, order: &mut dyn Iterator<Item = usize>| {
+        let before = stats::get(Counter::ViewFaults);
+        order.for_each(|page| assert_view(view, page * PAGE_BYTES + 9, &[pattern(page * PAGE_BYTES + 9)]));
+        (stats::get(Counter::ViewFaults) - before) as usize
+    };
+    let file = open();
+    assert_eq!(file.read_at(&mut vec![0; len], 0).unwrap(), len);
+    let orders: [&mut dyn Iterator<Item = usize>; 3] =
+        [&mut (0..pages), &mut (0..pages).rev(), &mut (0..pages).map(|page| page * 597 % pages)];
+    for order in orders {
+        let view = file.view(0..len as u64).unwrap();
+        assert_eq!(count_faults(&view, order), pages / group);
+        assert_eq!(stats::get(Counter::ViewMappings) as usize, pages / group);
+        drop(file.hold(7 * PAGE_BYTES as u64).unwrap());
+        assert_eq!(stats::get(Counter::ViewMappings) as usize, pages / group + 1, "the page was in the middle");
+        assert_eq!(count_faults(&view, &mut (0..group)), 1);
+        assert_eq!(stats::get(Counter::ViewMappings) as usize, pages / group + 2);
+        drop(view);
+        assert_eq!(stats::get(Counter::ViewMappings), 0);
+    }
+    // The window has a part of the first and of the last group.
+    let view = file.view(13 * PAGE_BYTES as u64..37 * PAGE_BYTES as u64).unwrap();
+    let faults = [36, 13, 20].map(|page| {
+        let before = stats::get(Counter::ViewFaults);
+        assert_view(&view, (page - 13) * PAGE_BYTES, &[pattern(page * PAGE_BYTES)]);
+        stats::get(Counter::ViewFaults) - before
+    });
+    assert_eq!((faults, mapping_count(&view)), ([1; 3], 1), "the kernel merges adjacent mappings");
+    assert_view(&view, 0, &bytes(len)[13 * PAGE_BYTES..37 * PAGE_BYTES]);
+    assert_eq!(stats::get(Counter::ViewMappings), 3);
+    drop(view);
+
+    let sparse = open();
+    (0..pages).step_by(2).for_each(|page| _ = sparse.read_at(&mut [0], (page * PAGE_BYTES) as u64).unwrap());
+    let (view, charged_bytes) = (sparse.view(0..len as u64).unwrap(), cache.charged_bytes());
+    assert_eq!(count_faults(&view, &mut (0..pages).step_by(2).rev()), pages / 2);
+    assert_eq!((stats::get(Counter::ViewFills), cache.charged_bytes()), (0, charged_bytes));
 }
 
 /// Names of the accesses that a child process of [`wrong_accesses_raise_sigbus`] makes.

@@ -23,9 +23,10 @@ const MAX_FILL_ATTEMPTS: usize = 64;
 /// the mappings again.
 const MAX_FAILURES: u32 = 8;
 
-/// Maximum number of small folios that are mapped together: the folio of an access, and those behind it whose memory
-/// directly follows.
-const MAX_MAPPED_TOGETHER: usize = 16;
+/// Maximum number of small folios that are mapped together: of the group of pages, aligned to this number, in which an
+/// access lies, those in memory that lie beside each other in the pool. Reads forwards and backwards take one fault for
+/// each group.
+const MAX_MAPPED_TOGETHER: u64 = 16;
 
 /// Maximum number of entries that are unmapped together.
 const MAX_UNMAPPED_TOGETHER: usize = 64;
@@ -109,7 +110,7 @@ impl Window {
         } else if self.is_ready(frame, access) {
             let is_writable = self.writes == Writes::Shared && frame.word.load().is_dirty();
             if seen == Entry::EMPTY && state.order() == 0 {
-                self.claim_following(&mut together, is_writable, mapper);
+                self.claim_neighbours(&mut together, is_writable, mapper);
             }
             self.map_piece(&together, offset, state.order(), is_writable)
         } else {
@@ -119,16 +120,17 @@ impl Window {
         // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock, and of
         // one that may be mapped. An entry whose page was copied is no piece.
         let is_empty = !is_right && seen == Entry::EMPTY && frame.word.unpin_unless_freed();
-        let now = if is_empty { Entry::EMPTY } else { Entry::of(number, copies && is_mapped) };
-        self.entries.release(at, seen, now);
-        for more in 1..together.count {
-            self.entries.release(at + more, Entry::EMPTY, Entry::of(number + more as u32, is_mapped));
+        let is_joined = is_mapped && (copies || together.page < page);
+        self.entries.release(at, seen, if is_empty { Entry::EMPTY } else { Entry::of(number, is_joined) });
+        for (neighbour, number) in together.others(page) {
+            let is_joined = is_mapped && together.page < neighbour;
+            self.entries.release(self.at(neighbour), Entry::EMPTY, Entry::of(number, is_joined));
         }
         if seen != Entry::EMPTY && is_mapped {
             self.entries.separate(at + 1);
         }
         if mapper == Mapper::Filler && is_mapped {
-            self.note_uses(&together);
+            self.note_uses(together.others(page));
         }
         mapped
     }
@@ -170,42 +172,59 @@ impl Window {
         Ok(found.value as u32)
     }
 
-    /// Claims the entries behind a page, and pins their folios, as long as they are small folios in memory, and
-    /// directly follow in the pool.
-    fn claim_following(&self, together: &mut Together, is_writable: bool, mapper: Mapper) {
-        let max = MAX_MAPPED_TOGETHER.min(BLOCK_BYTES / self.file.page_bytes());
-        let end = self.pages().end.min(self.file.size_bytes().div_ceil(self.file.page_bytes() as u64));
-        while together.count < max && together.end() < end {
-            let (page, number) = (together.end(), together.number + together.count as u32);
-            // Checked here, and again after the pin.
-            let is_next = |frame: &Frame| {
-                let state = frame.word.load();
-                state.kind() == Kind::Live
-                    && state.order() == 0
-                    && self.file.has_page_in(frame, page, 0)
-                    && !(mapper == Mapper::Handler && self.file.store.is_some() && state.is_prefetched())
-                    && (!is_writable || state.is_dirty() || self.file.dirty.is_none())
-            };
-            let frame = self.file.pool.frame_if_any(u64::from(number));
-            let Some(frame) = frame.filter(|frame| is_next(frame)) else { return };
-            let at = self.at(page);
-            if self.is_own(page) || !self.entries.claim_empty(at) {
-                return;
-            }
-            fence(SeqCst);
-            let is_in_index = || self.file.hint(page).is_some_and(|(found, _)| found.value == u64::from(number));
-            if !is_in_index() || frame.word.pin().is_err() {
-                return self.entries.release(at, Entry::EMPTY, Entry::EMPTY);
-            }
+    /// Claims the entries beside a page, and pins their folios, as long as they are small folios in memory that lie beside
+    /// each other in the pool, up to the ends of the page's group ([`MAX_MAPPED_TOGETHER`]).
+    fn claim_neighbours(&self, together: &mut Together, is_writable: bool, mapper: Mapper) {
+        let max = MAX_MAPPED_TOGETHER.min((BLOCK_BYTES / self.file.page_bytes()).max(1) as u64);
+        let begin = together.page / max * max;
+        let end_of_file = self.file.size_bytes().div_ceil(self.file.page_bytes() as u64);
+        let (begin, end) = (begin.max(self.first_page), (begin + max).min(self.pages().end).min(end_of_file));
+        while together.end() < end
+            && self.claim_neighbour(together.end(), together.number + together.count, is_writable, mapper)
+        {
             together.count += 1;
-            if !is_next(frame) || is_writable && !self.is_ready(frame, Access::Write) {
-                // The folio was removed or written back meanwhile.
-                together.count -= 1;
-                let is_empty = frame.word.unpin_unless_freed();
-                let now = if is_empty { Entry::EMPTY } else { Entry::of(number, false) };
-                return self.entries.release(at, Entry::EMPTY, now);
-            }
         }
+        while together.page > begin
+            && together.number > 0
+            && self.claim_neighbour(together.page - 1, together.number - 1, is_writable, mapper)
+        {
+            (together.page, together.number, together.count) =
+                (together.page - 1, together.number - 1, together.count + 1);
+        }
+    }
+
+    /// Claims the entry of a page, if it is empty, and pins the page's folio, if it is the small folio `number` of the
+    /// pool, and can be mapped with the same access as its neighbour. Returns whether both was done.
+    fn claim_neighbour(&self, page: u64, number: u32, is_writable: bool, mapper: Mapper) -> bool {
+        // Checked here, and again after the pin.
+        let is_right = |frame: &Frame| {
+            let state = frame.word.load();
+            state.kind() == Kind::Live
+                && state.order() == 0
+                && self.file.has_page_in(frame, page, 0)
+                && !(mapper == Mapper::Handler && self.file.store.is_some() && state.is_prefetched())
+                && (!is_writable || state.is_dirty() || self.file.dirty.is_none())
+        };
+        let frame = self.file.pool.frame_if_any(u64::from(number));
+        let Some(frame) = frame.filter(|frame| is_right(frame)) else { return false };
+        let at = self.at(page);
+        if self.is_own(page) || !self.entries.claim_empty(at) {
+            return false;
+        }
+        fence(SeqCst);
+        let is_in_index = || self.file.hint(page).is_some_and(|(found, _)| found.value == u64::from(number));
+        if !is_in_index() || frame.word.pin().is_err() {
+            self.entries.release(at, Entry::EMPTY, Entry::EMPTY);
+            return false;
+        }
+        if !is_right(frame) || is_writable && !self.is_ready(frame, Access::Write) {
+            // The folio was removed or written back meanwhile.
+            let is_empty = frame.word.unpin_unless_freed();
+            let now = if is_empty { Entry::EMPTY } else { Entry::of(number, false) };
+            self.entries.release(at, Entry::EMPTY, now);
+            return false;
+        }
+        true
     }
 
     /// Maps pinned folios of 2^`order` pages, as far as they lie in the window and before the end of the file's last OS
@@ -214,11 +233,10 @@ impl Window {
         if entry::pieces() >= entry::max_pieces() {
             return Mapped::Failed(Errno::NOMEM);
         }
-        let page = together.page;
-        let first = page >> order << order;
+        let first = together.page >> order << order;
         let pages = first.max(self.first_page)..(first + (1 << order)).max(together.end()).min(self.pages().end);
         let end_of_file = self.end_of_file();
-        self.with_shared_pages(page, pages, |pages| {
+        self.with_shared_pages(self.file.index_of(offset), pages, |pages| {
             let bytes = self.bytes_of(pages);
             let bytes = bytes.start..bytes.end.min(end_of_file);
             let Some(source) = self.file.pool.view_source(together.number, is_writable) else { return Mapped::No };
@@ -240,12 +258,11 @@ impl Window {
         })
     }
 
-    /// Records the use of folios that were mapped together with that of an access.
-    fn note_uses(&self, together: &Together) {
-        for more in 1..together.count {
-            let offset = self.file.offset_of(together.page + more as u64);
-            self.file.note_use(self.file.pool.frame(together.number + more as u32), offset, 1);
-        }
+    /// Records uses of folios that were mapped together with that of an access.
+    fn note_uses(&self, folios: impl Iterator<Item = (u64, u32)>) {
+        folios.for_each(|(page, number)| {
+            self.file.note_use(self.file.pool.frame(number), self.file.offset_of(page), 1);
+        });
     }
 
     /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind
@@ -412,10 +429,11 @@ impl Window {
 
 /// Small folios that are mapped together: their pages follow each other in the file and in the pool.
 struct Together {
+    /// The first page.
     page: u64,
     /// Number of the first folio in the pool.
     number: u32,
-    count: usize,
+    count: u32,
 }
 
 impl Together {
@@ -425,6 +443,11 @@ impl Together {
 
     /// Returns the page behind the last folio.
     fn end(&self) -> u64 {
-        self.page + self.count as u64
+        self.page + u64::from(self.count)
+    }
+
+    /// Returns the page and the number of each folio, except that of `page`.
+    fn others(&self, page: u64) -> impl Iterator<Item = (u64, u32)> {
+        (self.page..self.end()).zip(self.number..).filter(move |(other, _)| *other != page)
     }
 }
