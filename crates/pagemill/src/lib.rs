@@ -102,6 +102,7 @@ pub mod cache {
         Mapping, Never, PageCache, Pin, Pins, Policy, Prefaulted, PrivateView, Queue, Reuse, SharedMemory, Source,
         Usage, View, ViewMut, Writeback,
     };
+    pub use pagemill_volatile::handle_fault;
 }
 
 /// Slab caches for many small objects. They move objects together into fewer pages, and return the memory of the

@@ -353,11 +353,12 @@ fn resolve_fault(fault: &Fault) -> Verdict {
     if can_be_done || is_bit_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
-/// Handles a fault on a strict range. Returns false if the fault was elsewhere.
+/// Handles a fault on a strict range or in a view of a cached file. Returns false if the fault was elsewhere.
 ///
-/// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call
+/// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark or view must call
 /// `handle_fault` first in the handler, and return from the handler at once if the result is true. The access is then
-/// repeated, or `SIGBUS` is raised at the faulting instruction. `handle_fault` neither allocates nor locks.
+/// repeated, or `SIGBUS` is raised at the faulting instruction. For strict ranges `handle_fault` neither allocates nor
+/// locks. For a view it may read the page into memory, on a stack of its own.
 ///
 /// # Safety
 ///
