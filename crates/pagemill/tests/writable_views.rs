@@ -565,6 +565,41 @@ fn locked_ranges_stay_in_memory() {
     assert_eq!(cache.usage().locked_by_views, 0);
 }
 
+/// More of a cache than may be dirty is prefaulted for writes, so it cannot be written back. Writes to other pages must
+/// succeed nevertheless, by calls and by the view, and must themselves be written back. No background thread runs.
+#[test]
+fn writes_do_not_wait_for_prefaulted_pages() {
+    for (policy, page, folio) in [
+        (Box::new(Always) as Box<dyn Policy>, 4 << 10, 2 * MIB),
+        (Box::new(Never), 4 << 10, 4 << 10),
+        (Box::new(Never), 64 << 10, 64 << 10),
+    ] {
+        let (len, kept) = (8 * MIB, 2 * MIB);
+        let caches = Testbed::for_test().caches;
+        caches.collapse_by_hand();
+        let builder = PageCache::builder("kept").limit(4 * MIB as u64).policy(policy).page(page_size(page));
+        let cache = builder.source(Source::Shared).build_in(caches).unwrap();
+        let store = Arc::new(MemoryStore::new(vec![0; len], 512));
+        let file = cache.open(store.clone()).unwrap();
+        let view = file.view_mut(0..len as u64).unwrap();
+        let prefaulted = view.prefault_mut(0..kept).unwrap();
+        let mut expected = vec![0; len];
+        let mut write = |at: usize, count: usize, write: &dyn Fn(&[u8])| {
+            expected[at..at + count].fill(5);
+            write(&expected[at..at + count]);
+        };
+        write(3 * MIB, 5000, &|bytes| assert_eq!(file.write_at(bytes, 3 * MIB as u64).unwrap(), bytes.len()));
+        write(100, 5000, &|bytes| view.write_at(bytes, 100));
+        (4 * MIB..len).step_by(MIB / 4).for_each(|at| write(at, 9, &|bytes| view.write_at(bytes, at)));
+        assert!(file.dirty_bytes() <= (kept + folio) as u64, "{} bytes are dirty", file.dirty_bytes());
+        write(6 * MIB, MIB, &|bytes| assert_eq!(file.write_at(bytes, 6 * MIB as u64).unwrap(), bytes.len()));
+        assert!(view.take_error().is_none());
+        drop(prefaulted);
+        file.sync().unwrap();
+        assert_same(&store.bytes(), &expected);
+    }
+}
+
 /// A locked range of zeros must not be freed as a sparse huge folio.
 #[test]
 fn locked_zeros_stay_in_memory() {

@@ -107,17 +107,23 @@ impl File {
         done
     }
 
-    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty.
+    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty, or until all
+    /// dirty folios of the file are in use: pinned or prefaulted, perhaps by the calling thread, so a wait could not end.
+    /// Folios that are in use are then dirty beside `most_bytes`.
     fn await_clean(&self) -> Result<()> {
         let (cache, balance) = (&self.cache, &self.cache.balance);
         let mut no_progress = NoProgress::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
             let Some((file, dirty)) = self.this.upgrade().zip(self.dirty.as_ref()) else { return Ok(()) };
-            let has_written = match file.write_some(WritebackReason::Share, WRITER_SLICE_BYTES, balance.timeout) {
-                Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
+            let written_bytes = match file.write_some(WritebackReason::Share, WRITER_SLICE_BYTES, balance.timeout) {
+                Ok(bytes) => bytes,
                 Err(Error::Busy { .. }) => return Err(no_progress_error()),
                 Err(error) => return Err(error),
             };
+            if written_bytes == Some(0) && !dirty.flush.is_midway() {
+                // The whole file was walked, and each of its dirty folios was in use.
+                return Ok(());
+            }
             // This file has few dirty pages, so the stores of other files are slow. The writer of this file need not
             // wait for these stores.
             if dirty.bytes() < WRITER_SLICE_BYTES.min(balance.most_bytes / 4).max(1) {
@@ -126,7 +132,7 @@ impl File {
             if dirty.flush.is_failing() {
                 return Err(dirty.failure());
             }
-            if !has_written {
+            if written_bytes.is_none_or(|bytes| bytes == 0) {
                 cache.note_much_dirty();
                 sleep(CHECK_INTERVAL);
             }
