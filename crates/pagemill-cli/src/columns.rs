@@ -1,6 +1,19 @@
 //! Tables without lines between their cells, as `ps` prints them.
 
 use comfy_table::{CellAlignment, Table, presets};
+use pagemill_core::units::Bytes;
+
+/// Line width in columns if no terminal reports its width.
+pub const DEFAULT_LINE_COLUMNS: usize = 80;
+
+/// Returns a number of bytes in at most five characters: `512M`, `1.5G`, `1023K`. The units are powers of 1024.
+pub fn short_bytes(bytes: u64) -> String {
+    let exact = Bytes(bytes).to_string();
+    let Some((number, unit)) = exact.split_once(' ') else { return exact };
+    // A number with more than four characters loses its decimal places.
+    let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
+    format!("{number}{}", unit.trim_end_matches(['i', 'B']))
+}
 
 /// A column of a table: its title, its minimum width, the number of spaces before it, and its alignment.
 pub struct Heading<'a> {

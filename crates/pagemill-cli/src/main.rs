@@ -14,6 +14,7 @@ mod limit;
 mod mark;
 mod meminfo;
 mod mount;
+mod plot;
 mod preload;
 mod proc_status;
 mod ram;
@@ -24,6 +25,7 @@ mod running;
 mod slabinfo;
 mod statistics;
 mod status;
+mod top;
 mod trace;
 mod tree_memory;
 mod trim;
@@ -55,6 +57,8 @@ enum Command {
     },
     /// Show the latest decisions of the memory managers of running processes, with their times.
     Trace(trace::Trace),
+    /// Show all processes on Pagemill, trees of `run` and mounts, like top(1), until a key ends it.
+    Top(top::Top),
     /// Show the memory that running processes hold, and how much of it could be returned at once.
     Meminfo(meminfo::Meminfo),
     /// Show how much the memory managers of running processes have done since the start, or do each second.
@@ -124,6 +128,7 @@ fn main() -> ExitCode {
         Command::Run(run) => run.main(),
         Command::Doctor { json } => doctor::doctor(json),
         Command::Trace(trace) => trace.main(),
+        Command::Top(top) => top.main(),
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
         Command::Trim(trim) => trim.main(),

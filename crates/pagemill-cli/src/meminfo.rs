@@ -42,7 +42,7 @@ pub struct Meminfo {
 }
 
 /// Counters whose values add up to the resident memory, each with its meaning.
-const RESIDENT_PARTS: &[(Counter, &str)] = &[
+pub const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
     (Counter::CLibrary, "allocated by the C library while the program was small"),
@@ -51,7 +51,7 @@ const RESIDENT_PARTS: &[(Counter, &str)] = &[
 
 /// Counters of memory that could be returned at once. Each meaning names the row of [`RESIDENT_PARTS`] to which the
 /// memory belongs.
-const GIVEABLE_COUNTERS: &[(Counter, &str)] = &[
+pub const GIVEABLE_COUNTERS: &[(Counter, &str)] = &[
     (Counter::HeapFree, "giveable, of heap: free slots"),
     (Counter::RangesGiveable, "giveable, of heap: volatile ranges, also freed ones"),
     (Counter::SmallFree, "giveable, of small: free pages"),
@@ -65,7 +65,7 @@ const GIVEABLE_COUNTERS: &[(Counter, &str)] = &[
 
 /// Counters that `meminfo` shows below the others. Each meaning says whether the memory is included in one of the
 /// [`RESIDENT_PARTS`].
-const OTHER_COUNTERS: &[(Counter, &str)] = &[
+pub const OTHER_COUNTERS: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
     (Counter::CacheDirty, "of cache: dirty, not yet in the store"),

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// The signal that interrupted this command, if any. Signals are only recorded, so that the command can remove its
 /// request file before it ends.
+#[derive(Clone)]
 pub struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {
@@ -19,6 +20,16 @@ impl Interrupt {
             signal_hook::flag::register_usize(number, signal.clone(), number as usize)?;
         }
         Ok(Self(signal))
+    }
+
+    /// Returns a value that no signal changes. [`Interrupt::stop`] has the effect of a signal.
+    pub fn by_hand() -> Self {
+        Self(Arc::default())
+    }
+
+    /// Makes [`Interrupt::has_signal`] return true, as SIGTERM would.
+    pub fn stop(&self) {
+        self.0.store(SIGTERM as usize, Relaxed);
     }
 
     pub fn has_signal(&self) -> bool {

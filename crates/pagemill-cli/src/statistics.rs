@@ -14,7 +14,21 @@ use std::time::Duration;
 /// The counters whose values add up to the resident memory of a process.
 const RESIDENT_PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CLibrary, Counter::Cache];
 
+/// The counters of returned memory, each with the reason in a word. Each is a sum of bytes since the start.
+pub const RETURN_CAUSES: [(Counter, &str); 9] = [
+    (Counter::GivenForAge, "age"),
+    (Counter::GivenForNew, "new"),
+    (Counter::GivenForProgram, "program"),
+    (Counter::GivenForSibling, "sibling"),
+    (Counter::GivenForLimit, "limit"),
+    (Counter::GivenForGroup, "group"),
+    (Counter::GivenForMachine, "machine"),
+    (Counter::GivenForStall, "stall"),
+    (Counter::Taken, "kernel"),
+];
+
 /// A running process and its statistics.
+#[derive(Clone)]
 pub struct Process {
     pub published: published::Process,
     /// Sum of the statistics of all Pagemill instances in the process: that of the preload library and that of the
@@ -88,7 +102,8 @@ pub fn request_statistics(
 }
 
 impl Process {
-    fn published_only(published: published::Process) -> Self {
+    /// Returns a process with the statistics that it published. Sends no request, so they may be old.
+    pub fn published_only(published: published::Process) -> Self {
         let can_measure = published.found.iter().all(|(_, snapshot)| snapshot.get(Counter::Helpers) > 0);
         let stale = match (published.is_own(), can_measure) {
             (false, _) => Some("another user's process: only that user can request figures"),
@@ -126,7 +141,7 @@ impl Process {
     }
 }
 
-fn age_text(age: Duration) -> String {
+pub fn age_text(age: Duration) -> String {
     match age.as_secs() {
         0 => format!("as of {} ms ago", age.as_millis()),
         seconds @ 1..120 => format!("as of {seconds} s ago"),

@@ -34,10 +34,9 @@ impl Status {
             Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
         loop {
-            let state = match control::request_status(device) {
-                RequestOutcome::Answer(state) => state,
-                RequestOutcome::Refused(why) => return report_error(1, self.json, &why),
-                RequestOutcome::NoController => state_without_controller(&point),
+            let state = match read_state(&point, device) {
+                Ok(state) => state,
+                Err(why) => return report_error(1, self.json, &why),
             };
             match self.write(&state) {
                 Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -67,6 +66,19 @@ impl Status {
         let mut out = std::io::stdout().lock();
         out.write_all(text.as_bytes())?;
         out.flush()
+    }
+}
+
+/// Returns the status of a mount. If no controller runs, the kernel's figures are all that is known.
+///
+/// # Errors
+///
+/// The reason for which the controller gives no status.
+pub fn read_state(point: &Path, device: u64) -> Result<State, String> {
+    match control::request_status(device) {
+        RequestOutcome::Answer(state) => Ok(state),
+        RequestOutcome::Refused(why) => Err(why),
+        RequestOutcome::NoController => Ok(state_without_controller(point)),
     }
 }
 

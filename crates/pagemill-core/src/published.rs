@@ -8,6 +8,10 @@
 //! file of the library is in the tree's folder, the file of the crate in the user's. If both files are in the user's
 //! folder, the second one has a different name (`.1` is appended).
 
+mod survey;
+
+pub use survey::{ProcessFiles, Survey, TreeFolder};
+
 use crate::stats::{self, Snapshot};
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::maps;
@@ -365,6 +369,7 @@ fn own_folders() -> Vec<String> {
 /// assert!(process.is_own() && figures.get(Counter::Resident) < 1 << 40);
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
+#[derive(Clone)]
 pub struct Process {
     pub identity: Identity,
     /// The user that publishes the figures. Root reads other users' figures but sends them no requests.
@@ -401,13 +406,12 @@ pub fn read(pid: u32) -> Option<Process> {
 
 /// Reads the published figures of all running processes that this user may read, in the order of the process ids.
 pub fn read_all() -> Vec<Process> {
-    let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
-    for user in other_users() {
-        let found = folders_of(user).into_iter().flat_map(|folder| list_running(&folder, Some(user)));
-        // The folder's user could create a file with the name of another user's process. Such a file is ignored.
-        pids.extend(found.map(|process| process.identity.pid).filter(|pid| user_of(*pid) == Some(user)));
-    }
-    read_pids(pids)
+    let mut files = Survey::of_all_users().processes;
+    files.retain(|files| process::is_alive(files.identity) && files.is_trusted());
+    // The files of the process's own user come before those that the process published as root.
+    files.sort_by_key(|files| (files.identity.pid, files.user == process::user_id()));
+    files.dedup_by_key(|files| files.identity.pid);
+    files.iter().filter_map(ProcessFiles::read).collect()
 }
 
 /// Reads the published figures of the processes with these ids, each process once.
@@ -427,19 +431,6 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
     let members = list_owned_by(&folder, owner, false).ok()?;
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
-}
-
-/// Returns the users other than root that have a process. Returns no user unless this user is root.
-fn other_users() -> Vec<u32> {
-    let own = process::user_id();
-    if own != 0 {
-        return Vec::new();
-    }
-    let mut users: Vec<u32> = names_in("/proc").filter_map(|name| user_of(name.parse().ok()?)).collect();
-    users.sort_unstable();
-    users.dedup();
-    users.retain(|user| *user != own);
-    users
 }
 
 /// Returns the folders into which another user's processes publish, without folders that others can access.

@@ -576,8 +576,7 @@ impl Snapshot {
 
     /// The process's name. Unprintable characters are replaced, because other programs can write to the page's file.
     pub fn name(&self) -> String {
-        let bytes = self.name.iter().take_while(|byte| **byte != 0);
-        bytes.map(|byte| if (b' '..=b'~').contains(byte) { char::from(*byte) } else { '?' }).collect()
+        process::printable_letters(&self.name).collect()
     }
 
     /// Bytes that the process would give back at once on request: the sum over all owners of memory.

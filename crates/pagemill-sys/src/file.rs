@@ -16,6 +16,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::ptr;
 
 /// A text of at most `N - 1` bytes with a terminating zero. A longer text is truncated, and `is_cut` is set.
+#[derive(Clone)]
 pub struct Text<const N: usize> {
     bytes: [u8; N],
     len: usize,

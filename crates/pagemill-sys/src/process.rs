@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Identifies a process by its id and the clock tick at which it started. Ids are reused, but not with the same start
 /// tick.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Identity {
     pub pid: u32,
     /// Start time in clock ticks after boot; 0 if `/proc` is unavailable.
@@ -71,6 +71,49 @@ pub fn identity(pid: u32) -> Option<Identity> {
     Some(Identity { pid, start_ticks: fields.nth(18)?.parse().ok()? })
 }
 
+/// Memory and CPU time of a running process, as `/proc/PID/stat` reports them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    pub identity: Identity,
+    /// The kernel's name of the process, at most 15 bytes, followed by zeros.
+    pub name: [u8; 16],
+    pub parent_pid: u32,
+    /// User and system time of all threads, in clock ticks ([`ticks_per_second`]).
+    pub cpu_ticks: u64,
+    pub threads: u64,
+    /// Resident bytes, including mapped files. The kernel may lag by some pages for each thread.
+    pub resident_bytes: u64,
+}
+
+/// Returns the usage of a running process; `None` if there is no such process, or if it is a zombie. Takes some 10 us.
+pub fn usage(pid: u32) -> Option<Usage> {
+    let mut buffer = [0; 1024];
+    let (name, fields) = stat_fields(pid, &mut buffer)?;
+    let mut fields = fields.split(' ');
+    if matches!(fields.next()?, "Z" | "X") {
+        return None;
+    }
+    let parent_pid = fields.next()?.parse().ok()?;
+    // `nth` continues after the last field that was read.
+    let mut number = |skipped: usize| fields.nth(skipped)?.parse::<u64>().ok();
+    let (user, system) = (number(9)?, number(0)?);
+    let (threads, start_ticks, pages) = (number(4)?, number(1)?, number(1)?);
+    Some(Usage {
+        identity: Identity { pid, start_ticks },
+        name: name_bytes(name),
+        parent_pid,
+        cpu_ticks: user.saturating_add(system),
+        threads,
+        resident_bytes: pages.saturating_mul(mem::os_page_bytes() as u64),
+    })
+}
+
+/// Returns the number of clock ticks in a second, the unit of CPU times and start times in `/proc`.
+pub fn ticks_per_second() -> u64 {
+    // SAFETY: the call has no preconditions.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) }).unwrap_or(100).max(1)
+}
+
 /// Cached result of [`own_identity`]: the lower [`START_TICK_BITS`] bits hold the start time, the upper bits the
 /// process id. 0 before the first call.
 static OWN_IDENTITY: AtomicU64 = AtomicU64::new(0);
@@ -116,11 +159,20 @@ pub fn has_proc() -> bool {
 /// process.
 pub fn name(pid: u32) -> [u8; 16] {
     let mut buffer = [0; 1024];
+    stat_fields(pid, &mut buffer).map_or([0; 16], |(text, _)| name_bytes(text))
+}
+
+/// Returns the letters of a process's name as the kernel stores it. Unprintable characters are replaced, because the
+/// process chooses its name.
+pub fn printable_letters(name: &[u8; 16]) -> impl Iterator<Item = char> {
+    let bytes = name.iter().take_while(|byte| **byte != 0);
+    bytes.map(|byte| if (b' '..=b'~').contains(byte) { char::from(*byte) } else { '?' })
+}
+
+fn name_bytes(text: &str) -> [u8; 16] {
     let mut name = [0; 16];
-    if let Some((text, _)) = stat_fields(pid, &mut buffer) {
-        for (to, from) in name.iter_mut().take(15).zip(text.bytes()) {
-            *to = from;
-        }
+    for (to, from) in name.iter_mut().take(15).zip(text.bytes()) {
+        *to = from;
     }
     name
 }
@@ -287,6 +339,21 @@ mod tests {
         assert!(!is_alive(Identity { start_ticks: own.start_ticks + 1, ..own }));
         assert_ne!(name(own.pid)[0], 0);
         assert!(resident_bytes(own.pid).unwrap() > 0);
+    }
+
+    /// The usage of this process is read twice, with work between. Its parent, threads and memory must be those of this
+    /// process, and its CPU time must not fall.
+    #[test]
+    fn the_usage_of_this_process_is_read() {
+        let before = usage(id()).unwrap();
+        assert_eq!((before.identity, before.parent_pid), (own_identity(), std::os::unix::process::parent_id()));
+        assert!(before.threads >= 1 && before.resident_bytes > 1 << 16 && ticks_per_second() >= 1);
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < std::time::Duration::from_millis(50) {
+            std::hint::spin_loop();
+        }
+        assert!(usage(id()).unwrap().cpu_ticks >= before.cpu_ticks);
+        assert_eq!(usage(1 << 30), None);
     }
 
     /// A process that has ended must not count as alive, even if its parent has not waited for it yet.

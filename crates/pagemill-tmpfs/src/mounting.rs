@@ -421,6 +421,34 @@ pub fn mount_points(device: u64) -> Vec<PathBuf> {
     all.filter(|line| line.device == numbers).map(|line| line.point).collect()
 }
 
+/// Returns the devices of all file systems of Pagemill that this process can see or control, each with a mount point
+/// if it is mounted in this mount namespace. A file system in another namespace (`pagemill run --ram`) has none.
+pub fn all_devices() -> Vec<(u64, Option<PathBuf>)> {
+    let mut found: Vec<(u64, Option<PathBuf>)> = Vec::new();
+    for line in mounts().unwrap_or_default().into_iter().filter(MountLine::is_ours) {
+        let device = rustix::fs::makedev(line.device.0, line.device.1);
+        if found.iter().all(|(known, _)| *known != device) {
+            found.push((device, Some(line.point)));
+        }
+    }
+    let user_folder = published::user_folder().ok().map(|folder| PathBuf::from(folder.as_str()));
+    for folder in folder().ok().into_iter().chain(user_folder) {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let Some(device) = entry.file_name().to_str().and_then(device_of_socket) else { continue };
+            if found.iter().all(|(known, _)| *known != device) {
+                found.push((device, None));
+            }
+        }
+    }
+    found
+}
+
+/// Returns the device of the file system whose controller's socket has this name.
+fn device_of_socket(name: &str) -> Option<u64> {
+    let (major, minor) = name.strip_prefix("mount-")?.strip_suffix(".sock")?.split_once('-')?;
+    Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?))
+}
+
 /// Returns whether only the controller (this process) and its children can reach the file system.
 ///
 /// False if another process is in this mount namespace, sees the file system mounted, uses it, or keeps the
@@ -521,6 +549,17 @@ mod tests {
         let other = MountLine::parse(b"36 35 0:79 / /tm\xff rw - tmpfs tmpfs rw").unwrap();
         assert!(!other.is_ours() && MountLine::parse(b"nonsense").is_none());
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
+    }
+
+    /// The name of a controller's socket has the device of its file system. Other files in the folder are ignored.
+    #[test]
+    fn sockets_name_their_devices() {
+        let device = rustix::fs::makedev(3, 79);
+        let socket = socket_path(device).unwrap();
+        assert_eq!(socket.file_name().and_then(|name| device_of_socket(name.to_str()?)), Some(device));
+        for name in ["mount-3-79.log", "mount-3.sock", "mount-x-1.sock", "3-79"] {
+            assert_eq!(device_of_socket(name), None, "{name}");
+        }
     }
 
     /// Mounts that must be refused for several reasons. Each error must name the obstacle, and nothing may have

@@ -4,7 +4,7 @@
 mod control;
 mod hints;
 mod report;
-mod table;
+pub mod table;
 
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
@@ -91,21 +91,21 @@ fn parse_ratio(text: &str) -> Result<(String, u32), String> {
 
 /// A slab cache of a process. `at` is the index of its Pagemill instance in [`Process::found`]; `id` is its number in
 /// that instance.
-struct Cache {
+pub struct Cache {
     at: usize,
     id: u64,
-    info: SlabInfo,
+    pub info: SlabInfo,
 }
 
 /// The published files of a process, and the slab caches that the process reported.
-struct Process {
+pub struct Process {
     found: Vec<(Path, Snapshot)>,
-    caches: Vec<Cache>,
+    pub caches: Vec<Cache>,
 }
 
 /// Requests reports about slab caches from all these processes before it waits for the first answer. Returns each
 /// process with its slab caches. If a process did not answer, also returns an error for that process.
-fn request_slab_caches(
+pub fn request_slab_caches(
     published: Vec<Vec<(Path, Snapshot)>>,
     interrupt: &Interrupt,
 ) -> Vec<(Process, Option<Unanswered>)> {
@@ -134,7 +134,7 @@ fn request_slab_caches(
 }
 
 impl Process {
-    fn snapshot(&self) -> &Snapshot {
+    pub fn snapshot(&self) -> &Snapshot {
         &self.found[0].1
     }
 
@@ -171,7 +171,7 @@ impl Process {
     }
 }
 
-fn has_caches(snapshot: &Snapshot) -> bool {
+pub fn has_caches(snapshot: &Snapshot) -> bool {
     snapshot.get(Counter::SlabCaches) > 0
 }
 

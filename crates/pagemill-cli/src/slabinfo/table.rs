@@ -1,6 +1,7 @@
 //! The table of slab caches. It has one row for each cache, with the columns of Linux's `slabinfo`, and sums below the
 //! rows.
 
+use crate::columns::{DEFAULT_LINE_COLUMNS, short_bytes};
 use pagemill_core::units::{Bytes, os_page_bytes};
 use pagemill_slab::{SlabInfo, SlabKind};
 use std::fmt::Write as _;
@@ -82,15 +83,7 @@ impl Style {
     }
 
     fn bytes(self, bytes: u64) -> String {
-        let exact = Bytes(bytes).to_string();
-        match exact.split_once(' ') {
-            Some((number, unit)) if !self.is_exact => {
-                // A number with more than four characters loses its decimal places.
-                let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
-                format!("{number}{}", unit.trim_end_matches(['i', 'B']))
-            }
-            _ => exact,
-        }
+        if self.is_exact { Bytes(bytes).to_string() } else { short_bytes(bytes) }
     }
 
     /// Formats a number with at most `digits` digits, in thousands (K), millions (M) and so on.
@@ -105,9 +98,6 @@ impl Style {
         exact[..exact.len() - 3 * thousands].to_owned() + UNITS[thousands - 1]
     }
 }
-
-/// Line width in columns if the terminal does not report its width.
-const DEFAULT_LINE_COLUMNS: usize = 80;
 
 /// Minimum length of a truncated cache name.
 const MIN_NAME_LEN: usize = 8;

@@ -108,6 +108,51 @@ pub struct TreePage {
     members: [Member; MAX_MEMBERS],
 }
 
+/// A copy of the tree's own words on its page, without the slots of its members. Commands read it, because the page is
+/// untrusted and a mapping of it could be truncated.
+///
+/// Example: [`TreePage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TreeHeader {
+    /// [`UNLIMITED`] if the tree has no limit.
+    pub limit: u64,
+    /// Largest sum of the members' resident bytes so far.
+    pub peak: u64,
+    /// Largest sum so far of the members' resident bytes without the giveable ones.
+    pub net_peak: u64,
+    /// Number of processes of the tree that found no free slot.
+    pub unlisted: u64,
+    /// Number of programs that were started in the tree, and of fork children.
+    pub started: u32,
+}
+
+impl TreeHeader {
+    /// Bytes of the page before the first slot.
+    const LEN: usize = std::mem::offset_of!(TreePage, members);
+
+    /// Reads the header of the page at `path`. With `owner`, the file must belong to that user. Takes some 5 us.
+    ///
+    /// # Errors
+    ///
+    /// Errors of reading the file; `InvalidData` if it is not the page of a tree.
+    pub fn read(path: &CStr, owner: Option<u32>) -> std::io::Result<Self> {
+        let mut bytes = [0; Self::LEN];
+        file::read_published(path, owner, &mut bytes)?;
+        let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|byte| bytes[at + byte]));
+        if word(0) != MAGIC {
+            return Err(std::io::ErrorKind::InvalidData.into());
+        }
+        let started = std::mem::offset_of!(TreePage, started);
+        Ok(Self {
+            limit: word(std::mem::offset_of!(TreePage, limit)),
+            peak: word(std::mem::offset_of!(TreePage, peak)),
+            net_peak: word(std::mem::offset_of!(TreePage, net_peak)),
+            unlisted: word(std::mem::offset_of!(TreePage, unlisted)),
+            started: u32::from_ne_bytes(std::array::from_fn(|byte| bytes[started + byte])),
+        })
+    }
+}
+
 /// The sums of the published charges of all members of a tree, at one time.
 ///
 /// Example: [`TreePage`].
@@ -481,6 +526,23 @@ mod tests {
         let page = TreePage::create(&path, limit).unwrap();
         assert!(std::ptr::eq(page, page) && TreePage::join(&path).unwrap().limit() == limit);
         (folder, page)
+    }
+
+    /// The header of a page is read from its file. It must have the limit, the peaks and the counts of the page. A file
+    /// that is too short, or is no page, must be rejected.
+    #[test]
+    fn the_header_of_a_page_is_read() {
+        let (folder, page) = page(7 << 20);
+        page.raise_peaks(Totals { resident: 5 << 20, giveable: 1 << 20, ..Totals::default() });
+        page.count_started_program();
+        let path = |name: &str| CString::new(folder.path().join(name).to_str().unwrap()).unwrap();
+        let header = TreeHeader::read(&path("tree"), None).unwrap();
+        let expected = TreeHeader { limit: 7 << 20, peak: 5 << 20, net_peak: 4 << 20, unlisted: 0, started: 1 };
+        assert_eq!(header, expected);
+        for (name, len) in [("short", 8), ("zeros", TreePage::LEN)] {
+            std::fs::write(folder.path().join(name), vec![0; len]).unwrap();
+            assert!(TreeHeader::read(&path(name), None).is_err());
+        }
     }
 
     fn fake_identity(number: u32) -> Identity {

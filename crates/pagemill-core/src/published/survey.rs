@@ -1,0 +1,153 @@
+//! Finds the figures files and the process trees of all users that this user may read. The names of the files suffice;
+//! no figures are read.
+
+use super::{Process, SHARED_FOLDERS, existing_private_folders, identity_of, is_private, names_in, user_of};
+use crate::stats;
+use pagemill_sys::file::{self, Path};
+use pagemill_sys::process::{self, Identity};
+use std::collections::BTreeMap;
+
+/// The figures files of one process.
+///
+/// Example: [`Survey`].
+#[derive(Clone)]
+pub struct ProcessFiles {
+    pub identity: Identity,
+    /// The user in whose folder the files are.
+    pub user: u32,
+    /// The `pagemill run` to whose tree the process belongs.
+    pub run: Option<Identity>,
+    /// The file of the preload library comes first.
+    pub paths: Vec<Path>,
+}
+
+/// The folder of a process tree.
+///
+/// Example: [`Survey`].
+#[derive(Clone)]
+pub struct TreeFolder {
+    pub path: String,
+    /// The `pagemill run` of the tree.
+    pub run: Identity,
+    /// The user in whose folder the tree is.
+    pub user: u32,
+}
+
+/// All figures files and process trees that this user may read: for root those of all users. Some of the processes may
+/// have ended.
+///
+/// ```
+/// use pagemill_testbed::Testbed;
+/// use pagemill_core::published::Survey;
+///
+/// Testbed::of_process()?;
+/// let survey = Survey::of_all_users();
+/// let own = survey.processes.iter().find(|files| files.identity.pid == std::process::id()).unwrap();
+/// assert!(own.is_trusted() && own.read().is_some());
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Survey {
+    /// In the order of the process ids.
+    pub processes: Vec<ProcessFiles>,
+    pub trees: Vec<TreeFolder>,
+}
+
+impl Survey {
+    /// Lists the folders of this user and, as root, those of the other users. Takes some 10 us for each process tree.
+    pub fn of_all_users() -> Self {
+        let own = process::user_id();
+        let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
+        let mut folders: Vec<(u32, String)> =
+            existing_private_folders(&runtime, own).into_iter().map(|folder| (own, folder)).collect();
+        if own == 0 {
+            folders.extend(folders_of_other_users());
+        }
+        let (mut trees, mut found) = (Vec::new(), BTreeMap::new());
+        for (user, folder) in folders {
+            let below = add_files(&mut found, &folder, user, None);
+            for (path, run) in below.into_iter().filter(|(path, _)| user == own || is_private(path, user)) {
+                add_files(&mut found, &path, user, Some(run));
+                trees.push(TreeFolder { path, run, user });
+            }
+        }
+        let mut processes: Vec<ProcessFiles> = found.into_values().collect();
+        for files in &mut processes {
+            // The preload library publishes in the folder of the tree, other instances in that of the user.
+            files.paths.sort_by(|one, other| (depth(other), one.as_str()).cmp(&(depth(one), other.as_str())));
+        }
+        Self { processes, trees }
+    }
+}
+
+fn depth(path: &Path) -> usize {
+    path.as_bytes().iter().filter(|byte| **byte == b'/').count()
+}
+
+/// Adds the figures files in a folder to `found`. Returns the folders of process trees below it.
+fn add_files(
+    found: &mut BTreeMap<(u32, u64, u32), ProcessFiles>,
+    folder: &str,
+    user: u32,
+    run: Option<Identity>,
+) -> Vec<(String, Identity)> {
+    let mut trees = Vec::new();
+    for name in names_in(folder) {
+        let path = format!("{folder}/{name}");
+        if let Some(run) = name.strip_prefix("run-").and_then(identity_of) {
+            trees.push((path, run));
+        } else if let (Some(identity), Some(path)) = (identity_of(&name), Path::format(format_args!("{path}"))) {
+            let key = (identity.pid, identity.start_ticks, user);
+            let files =
+                found.entry(key).or_insert_with(|| ProcessFiles { identity, user, run: None, paths: Vec::new() });
+            files.run = files.run.or(run);
+            files.paths.push(path);
+        }
+    }
+    trees
+}
+
+/// Returns the folders for figures of users other than this one, each with its user. Folders that other users can
+/// access are left out.
+fn folders_of_other_users() -> Vec<(u32, String)> {
+    let of_runtime = names_in("/run/user").filter_map(|name| {
+        let user = name.parse().ok()?;
+        Some((user, format!("/run/user/{name}/pagemill")))
+    });
+    let of_shared = SHARED_FOLDERS.into_iter().flat_map(|shared| {
+        names_in(shared).filter_map(move |name| {
+            let (user, _) = name.strip_prefix("pagemill-")?.split_once('-').unwrap_or((&name["pagemill-".len()..], ""));
+            Some((user.parse().ok()?, format!("{shared}/{name}")))
+        })
+    });
+    let own = process::user_id();
+    of_runtime.chain(of_shared).filter(|(user, path)| *user != own && is_private(path, *user)).collect()
+}
+
+impl ProcessFiles {
+    /// Returns whether the files are really those of this process: a user could create files with the name of another
+    /// user's process. For root, also files of root are accepted, because a process that root started for another user
+    /// publishes as root.
+    pub fn is_trusted(&self) -> bool {
+        let (pid, own) = (self.identity.pid, process::user_id());
+        if self.user == own && own == 0 {
+            return true;
+        }
+        // The folder in `/proc` belongs to the effective user, or to root if the process may not be inspected.
+        let folder = Path::format(format_args!("/proc/{pid}"));
+        let is_owner = || folder.and_then(|folder| file::owner(folder.as_c_str())) == Some(self.user);
+        (self.user != 0 && is_owner()) || user_of(pid) == Some(self.user)
+    }
+
+    /// Reads the figures of the process, which may have ended. Returns `None` if no file has figures of this version of
+    /// Pagemill. Takes some 10 us.
+    pub fn read(&self) -> Option<Process> {
+        let owner = (self.user != process::user_id()).then_some(self.user);
+        let read = |path: &Path| {
+            let snapshot = stats::read_of(path.as_c_str(), owner).ok()?;
+            (snapshot.identity == self.identity).then(|| (path.clone(), snapshot))
+        };
+        let found: Vec<_> = self.paths.iter().filter_map(read).collect();
+        (!found.is_empty()).then_some(Process { identity: self.identity, user: self.user, found })
+    }
+}
