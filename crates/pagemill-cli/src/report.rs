@@ -4,8 +4,10 @@
 //! processes. Pagemill's count has only the memory of its allocators, and how much of that memory could have been
 //! returned.
 
-use crate::columns::{self, Heading};
+use crate::columns::{self, DEFAULT_LINE_COLUMNS, Heading};
 use crate::kernel_limit::LimitStatistics;
+use crate::page;
+use crate::timeline::{Returned, Timeline, returned_by_cause};
 use crate::tree_memory::{Excess, MAX_LISTED_PROCESSES, Peak, Process, TreeMemory};
 use pagemill_core::published::{self, Published};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
@@ -41,6 +43,17 @@ impl CollectedStatistics {
         }
     }
 
+    /// Returns the bytes that all processes of the tree have returned, including those that have ended.
+    pub fn returned(&self, folder: &str) -> Returned {
+        let mut sum = returned_by_cause(&self.sum);
+        for process in published::list(folder, false).unwrap_or_default() {
+            for (bytes, more) in sum.iter_mut().zip(returned_by_cause(&process.snapshot)) {
+                *bytes = bytes.saturating_add(more);
+            }
+        }
+        sum
+    }
+
     fn absorb(&mut self, snapshot: &Snapshot) {
         self.sum.absorb_ended(snapshot);
         let peak = self.peaks.entry(snapshot.identity.pid).or_default();
@@ -72,6 +85,7 @@ pub struct Report {
     kernel: Option<KernelLimitResult>,
     /// Peak memory of the process tree, as the kernel counts it.
     tree: Peak,
+    timeline: Timeline,
     largest: Vec<ProcessRow>,
     /// Peak memory in bytes of the allocators of all processes together, as Pagemill counts it.
     peak: u64,
@@ -81,6 +95,29 @@ pub struct Report {
     processes: usize,
     running: Vec<Published>,
     collected: CollectedStatistics,
+}
+
+/// A part of the report.
+pub struct Section {
+    pub heading: String,
+    pub rows: Vec<Row>,
+}
+
+/// A line of a part: a name, its value, and what the value means.
+pub struct Row {
+    pub name: String,
+    pub value: String,
+    pub meaning: String,
+}
+
+impl Row {
+    fn new(name: &str, value: String, meaning: &str) -> Self {
+        Self { name: name.to_owned(), value, meaning: meaning.to_owned() }
+    }
+
+    fn of_bytes(name: &str, bytes: u64, meaning: &str) -> Self {
+        Self::new(name, Bytes(bytes).to_string(), meaning)
+    }
 }
 
 /// A process with its peak memory as the kernel counts it and as Pagemill counts it. A peak is `None` if it is not
@@ -124,6 +161,7 @@ impl Report {
             limit: Some(page.limit()).filter(|limit| *limit != UNLIMITED),
             kernel,
             tree: memory.peak.clone(),
+            timeline: memory.timeline.clone(),
             largest: merge_largest(memory.largest_processes(), &collected),
             peak,
             net_peak: net_peak.min(peak),
@@ -157,81 +195,115 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut text = String::new();
+        let width =
+            terminal_size::terminal_size_of(io::stderr()).map_or(DEFAULT_LINE_COLUMNS, |(width, _)| width.0.into());
+        let mut text = format!("pagemill: {}\n", self.summary());
+        for Section { heading, rows } in [self.kernels_count(), self.allocators_count()] {
+            let _ = writeln!(text, "  {heading}");
+            for row in rows {
+                let _ = writeln!(text, "    {:<18} {:>10}  {}", row.name, row.value, row.meaning);
+            }
+        }
+        self.write_largest(&mut text);
+        text + &self.timeline.text(width, self.wall, self.limit)
+    }
+
+    /// Returns how the program ended, its times, and the number of processes.
+    fn summary(&self) -> String {
         let how = match self.end.signal {
             Some(signal) => format!("killed by signal {signal}"),
             None => format!("exit {}", self.end.code),
         };
         let seconds = |time: Duration| time.as_secs_f64();
-        let _ = writeln!(
-            text,
-            "pagemill: {}: {how}, {:.2} s ({:.2} s user, {:.2} s system), {} process{}",
+        format!(
+            "{}: {how}, {:.2} s ({:.2} s user, {:.2} s system), {} process{}",
             self.program,
             seconds(self.wall),
             seconds(self.end.user),
             seconds(self.end.system),
             self.processes,
             if self.processes == 1 { "" } else { "es" },
-        );
-        self.write_kernels_count(&mut text);
-        self.write_allocators_count(&mut text);
-        self.write_largest(&mut text);
-        text
+        )
     }
 
-    fn write_kernels_count(&self, text: &mut String) {
-        let _ = writeln!(text, "  all memory, as the kernel counts it (shared memory counts in each process)");
-        let mut row = |name, bytes, meaning: &str| write_row(text, name, &Bytes(bytes).to_string(), meaning);
-        row("resident peak", self.tree.resident_bytes, "whole tree at one moment");
-        row("without files", self.tree.anonymous_bytes, "whole tree at one moment: anonymous and shared memory");
-        row(
-            "not allocator's",
-            self.tree.outside_bytes,
-            "of that, outside the allocators: mapped directly, stacks, programs without Pagemill",
-        );
-        row("largest process", self.end.max_resident_bytes, "largest resident memory of one process");
+    fn kernels_count(&self) -> Section {
+        let mut rows = vec![
+            Row::of_bytes("resident peak", self.tree.resident_bytes, "whole tree at one moment"),
+            Row::of_bytes(
+                "without files",
+                self.tree.anonymous_bytes,
+                "whole tree at one moment: anonymous and shared memory",
+            ),
+            Row::of_bytes(
+                "not allocator's",
+                self.tree.outside_bytes,
+                "of that, outside the allocators: mapped directly, stacks, programs without Pagemill",
+            ),
+            Row::of_bytes("largest process", self.end.max_resident_bytes, "largest resident memory of one process"),
+        ];
         if let Some(kernel) = &self.kernel {
             let peak = kernel.statistics.peak_bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
             let meaning = format!("largest usage, with file pages, of {} (--limit-kernel)", Bytes(kernel.limit_bytes));
-            write_row(text, "in the group", &peak, &meaning);
+            rows.push(Row::new("in the group", peak, &meaning));
             if let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0) {
-                write_row(text, "killed", &kills.to_string(), "processes, by the kernel at that limit");
+                rows.push(Row::new("killed", kills.to_string(), "processes, by the kernel at that limit"));
             }
         }
         if let Some(excess) = &self.tree.excess {
-            let over = Bytes(excess.bytes_over_limit()).to_string();
-            write_row(text, "over the limit", &over, &describe_excess(excess));
+            rows.push(Row::of_bytes("over the limit", excess.bytes_over_limit(), &describe_excess(excess)));
+        }
+        Section {
+            heading: "all memory, as the kernel counts it (shared memory counts in each process)".to_owned(),
+            rows,
         }
     }
 
-    fn write_allocators_count(&self, text: &mut String) {
+    fn allocators_count(&self) -> Section {
         let limit = self.limit.map_or("no limit".to_owned(), |limit| format!("limit {}", Bytes(limit)));
-        let _ = writeln!(text, "  memory of the allocator, as Pagemill counts it ({limit})");
-        let mut row = |name, value: String, meaning: &str| write_row(text, name, &value, meaning);
-        row("peak", Bytes(self.peak).to_string(), "resident, whole tree");
-        row(
-            "net peak",
-            Bytes(self.net_peak).to_string(),
-            "largest sum without the memory that could be returned at once",
-        );
-        row(
-            "could be given",
-            Bytes(self.giveable_at_peak()).to_string(),
-            "the difference: memory that could have been returned at the peak",
-        );
+        let mut rows = vec![
+            Row::of_bytes("peak", self.peak, "resident, whole tree"),
+            Row::of_bytes("net peak", self.net_peak, "largest sum without the memory that could be returned at once"),
+            Row::of_bytes(
+                "could be given",
+                self.giveable_at_peak(),
+                "the difference: memory that could have been returned at the peak",
+            ),
+        ];
         for table_row in TABLE.iter().filter(|row| row.kind == CounterKind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
             if value > 0 {
-                row(table_row.name, value_text(table_row.unit, value), &sentence_part(table_row.meaning));
+                let text = value_text(table_row.unit, value);
+                rows.push(Row::new(table_row.name, text, &sentence_part(table_row.meaning)));
             }
         }
         if self.unlisted > 0 {
-            row(
-                "unlisted",
-                self.unlisted.to_string(),
-                "processes beyond the first 1024, whose memory is not counted here",
-            );
+            let meaning = "processes beyond the first 1024, whose memory is not counted here";
+            rows.push(Row::new("unlisted", self.unlisted.to_string(), meaning));
         }
+        Section { heading: format!("memory of the allocator, as Pagemill counts it ({limit})"), rows }
+    }
+
+    /// Returns the report as an HTML page.
+    pub fn html(&self) -> String {
+        page::Page {
+            title: format!("pagemill run {}", self.program),
+            summary: self.summary(),
+            timeline: &self.timeline,
+            wall: self.wall,
+            limit: self.limit,
+            sections: vec![self.kernels_count(), self.allocators_count(), self.largest_section()],
+        }
+        .html()
+    }
+
+    fn largest_section(&self) -> Section {
+        let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
+        let rows = self.largest.iter().map(|row| {
+            let note = if row.is_running { ", still running" } else { "" };
+            let meaning = format!("of that the allocator {}{note}", bytes(row.allocator));
+            Row::new(&format!("{} {}", row.pid, row.name), bytes(row.resident), &meaning)
+        });
+        Section { heading: "largest processes: peak resident memory".to_owned(), rows: rows.collect() }
     }
 
     fn write_largest(&self, text: &mut String) {
@@ -288,6 +360,7 @@ impl Report {
                 "peak_bytes": kernel.statistics.peak_bytes,
                 "kills": kernel.statistics.kills,
             })),
+            "timeline": self.timeline.json(),
             "largest_processes": rows.collect::<Vec<_>>(),
             "counters": counters(&self.collected.sum),
             "largest": largest.collect::<Vec<_>>(),
@@ -321,10 +394,6 @@ fn merge_largest(by_kernel: Vec<Process>, collected: &CollectedStatistics) -> Ve
     rows.sort_by_key(|row| std::cmp::Reverse(row.largest_bytes()));
     rows.truncate(MAX_LISTED_PROCESSES);
     rows
-}
-
-fn write_row(text: &mut String, name: &str, value: &str, meaning: &str) {
-    let _ = writeln!(text, "    {name:<18} {value:>10}  {meaning}");
 }
 
 /// Describes by how much and by which processes a limit was exceeded, as a part of a sentence.

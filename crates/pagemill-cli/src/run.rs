@@ -77,14 +77,19 @@ pub struct Run {
     ram_size: Option<u64>,
 
     /// Print a report to standard error at the end, as time(1) does: peak memory of the program and its children as the
-    /// kernel counts it, and peak memory of their allocators. The kernel's count is sampled, so short peaks can be
-    /// missed. Shared memory counts in each process.
+    /// kernel counts it, peak memory of their allocators, and a plot of memory over time. The kernel's count is sampled,
+    /// so short peaks can be missed. Shared memory counts in each process.
     #[arg(long)]
     report: bool,
 
     /// Write the report to a file instead of standard error. Implies --report.
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+
+    /// Write the report to a file as an HTML page with a plot of memory over time, which needs no network. Without
+    /// --report, --output or --json, there is no other report.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 
     /// Print the report as one JSON object. Implies --report.
     #[arg(long)]
@@ -169,10 +174,21 @@ struct RunningProgram<'tree> {
     start: Instant,
     folder: Option<&'tree str>,
     memory: Option<TreeMemory>,
+    /// Whether a report has a time line of the returned bytes.
+    is_reported: bool,
+}
+
+/// What the user wants to know about the program's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Watch {
+    Nothing,
+    /// Whether memory outside the allocators exceeds the limit.
+    Excess,
+    Report,
 }
 
 impl<'tree> RunningProgram<'tree> {
-    /// Starts the program. If `watched`, the memory of its process tree is sampled until it ends.
+    /// Starts the program. The memory of its process tree is sampled until it ends, unless `watch` is `Nothing`.
     ///
     /// # Errors
     ///
@@ -182,7 +198,7 @@ impl<'tree> RunningProgram<'tree> {
         tree: Option<&'tree Tree>,
         kernel: Option<&KernelLimit>,
         held: BlockedSignals,
-        watched: bool,
+        watch: Watch,
     ) -> Result<Self, (u8, String)> {
         let group = kernel.map(KernelLimit::open_procs_file).transpose().map_err(|message| (126, message))?.flatten();
         let inside = if group.is_some() { " (inside its control group)" } else { "" };
@@ -191,30 +207,54 @@ impl<'tree> RunningProgram<'tree> {
             let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
             (status, format!("the program cannot be started{inside}: {error}"))
         })?;
-        let memory = tree.filter(|_| watched).map(|tree| TreeMemory::new(tree.page, child.id()));
-        Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })
+        let watched = tree.filter(|_| watch != Watch::Nothing);
+        let memory = watched.map(|tree| TreeMemory::new(tree.page, child.id(), start));
+        let folder = tree.map(|tree| tree.folder.as_str());
+        Ok(Self { child, start, folder, memory, is_reported: watch == Watch::Report })
     }
 
     /// Waits until the program ends. Meanwhile samples the memory of its process tree, and adds up the statistics of
     /// ended processes.
     fn wait(self, program: &OsStr) -> io::Result<(FinishedProgram<'_>, Option<TreeMemory>, CollectedStatistics)> {
-        let Self { child, start, folder, mut memory } = self;
+        let Self { child, start, folder, mut memory, is_reported } = self;
         let mut collected = CollectedStatistics::default();
         let mut absorb_next = start + ABSORB_INTERVAL;
-        let mut absorb = || folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
         let end = child.wait(|| {
             if Instant::now() >= absorb_next {
-                absorb();
+                folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
                 absorb_next = Instant::now() + ABSORB_INTERVAL;
+            }
+            if let (Some(memory), Some(folder)) = (memory.as_mut().filter(|_| is_reported), folder) {
+                memory.sample_returned(|| collected.returned(folder));
             }
             memory.as_mut().map_or(ABSORB_INTERVAL, TreeMemory::sample)
         })?;
         let wall = start.elapsed();
-        absorb();
+        folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
         if let Some(memory) = &mut memory {
             memory.record_program_end(end.max_resident_bytes);
+            let returned = folder.filter(|_| is_reported).map(|folder| collected.returned(folder));
+            returned.into_iter().for_each(|returned| memory.timeline.record_returned(wall, returned));
         }
         Ok((FinishedProgram { program, end, wall }, memory, collected))
+    }
+}
+
+/// Where the report is written.
+struct Outputs {
+    /// The file for the text or JSON; `None` for standard error.
+    text: Option<File>,
+    html: Option<File>,
+    /// Whether the report is only written as an HTML page.
+    only_html: bool,
+}
+
+impl Outputs {
+    /// Writes the report everywhere, also after an error, which is returned.
+    fn write(&mut self, report: &Report, as_json: bool) -> io::Result<()> {
+        let page = self.html.as_mut().map_or(Ok(()), |file| file.write_all(report.html().as_bytes()));
+        let text = if self.only_html { Ok(()) } else { report.write(as_json, self.text.as_mut()) };
+        page.and(text)
     }
 }
 
@@ -273,7 +313,7 @@ impl Run {
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_tmpfs::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
-        let mut output = self.open_output().map_err(|message| fail(2, &message))?;
+        let mut output = self.open_outputs().map_err(|message| fail(2, &message))?;
         // The loader of another C library would end the program, because it cannot load the preload library.
         let is_loadable = obstacle != Some(Obstacle::OtherCLibrary);
         let library = is_loadable.then(preload::locate_library).transpose().map_err(|message| fail(126, &message))?;
@@ -283,8 +323,12 @@ impl Run {
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
         let command = self.child_program(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
         let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
-        let is_watched = limits.own.is_some() || self.wants_report();
-        let run = RunningProgram::start(&command, tree.as_ref(), kernel.as_ref(), held, is_watched)
+        let watch = match (self.wants_report(), limits.own) {
+            (true, _) => Watch::Report,
+            (false, Some(_)) => Watch::Excess,
+            (false, None) => Watch::Nothing,
+        };
+        let run = RunningProgram::start(&command, tree.as_ref(), kernel.as_ref(), held, watch)
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
         let (ran, memory, collected) =
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
@@ -303,7 +347,8 @@ impl Run {
             Some((tree, memory)) if self.wants_report() => {
                 let report = Report::new(ran, tree.page, &tree.folder, memory, collected, kernel);
                 // The program has run, so `run` returns the program's status even if writing the report fails.
-                if let Err(error) = report.write(self.json, output.as_mut()) {
+                let written = output.write(&report, self.json);
+                if let Err(error) = written {
                     print_message(&format!("the report cannot be written: {error}"));
                 }
             }
@@ -333,7 +378,7 @@ impl Run {
     }
 
     fn wants_report(&self) -> bool {
-        self.report || self.json || self.output.is_some()
+        self.report || self.json || self.output.is_some() || self.html.is_some()
     }
 
     /// Reads the environment variables that stand for options, for options that are not given. An empty variable counts
@@ -363,11 +408,21 @@ impl Run {
         Ok(())
     }
 
-    /// Opens the file for the report before the program runs, so that an error is reported at once.
-    fn open_output(&self) -> Result<Option<File>, String> {
-        let Some(path) = &self.output else { return Ok(None) };
-        let file = File::create(path);
-        file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
+    /// Opens the files for the report before the program runs, so that an error is reported at once.
+    fn open_outputs(&self) -> Result<Outputs, String> {
+        let open = |path: &PathBuf| {
+            File::create(path).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
+        };
+        let is_same = self.output.is_some() && self.output == self.html;
+        if is_same {
+            return Err("--output and --html name the same file".to_owned());
+        }
+        let only_html = !(self.report || self.json || self.output.is_some());
+        Ok(Outputs {
+            text: self.output.as_ref().map(open).transpose()?,
+            html: self.html.as_ref().map(open).transpose()?,
+            only_html,
+        })
     }
 
     /// Creates the process tree. Returns `None` if the program joins the process tree of an outer `run`: inside another

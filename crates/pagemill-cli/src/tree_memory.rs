@@ -11,17 +11,21 @@
 //! so that sampling uses less than 1 % of a CPU.
 
 use crate::proc_status::{Status, children_of, proportional_bytes};
+use crate::timeline::{Returned, Timeline};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_sys::clock;
 use pagemill_sys::process::{self, Identity};
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Maximum number of processes that a message or a report lists.
 pub const MAX_LISTED_PROCESSES: usize = 5;
 
 /// Minimum pause between two samples of a process tree's memory.
 const MIN_SAMPLE_PAUSE: Duration = Duration::from_millis(10);
+
+/// Minimum pause between two readings of the counters of all processes.
+const MIN_COUNTERS_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause after a sample is the sample's CPU time multiplied by this factor.
 const SAMPLE_PAUSE_FACTOR: u32 = 120;
@@ -81,13 +85,17 @@ pub struct TreeMemory {
     ended: Vec<Process>,
     ended_count: usize,
     pub peak: Peak,
+    start: Instant,
+    pub timeline: Timeline,
+    /// Earliest time at which the counters of the processes are read again.
+    next_counters: Instant,
     /// Earliest time at which proportional shares are read again, in nanoseconds.
     next_shares_ns: u64,
 }
 
 impl TreeMemory {
-    /// Creates a sampler. `program` is the process id of the tree's root.
-    pub fn new(page: &'static TreePage, program: u32) -> Self {
+    /// Creates a sampler. `program` is the process id of the tree's root, which started at `start`.
+    pub fn new(page: &'static TreePage, program: u32, start: Instant) -> Self {
         Self {
             page,
             program,
@@ -95,6 +103,9 @@ impl TreeMemory {
             ended: Vec::new(),
             ended_count: 0,
             peak: Peak::default(),
+            start,
+            timeline: Timeline::default(),
+            next_counters: start,
             next_shares_ns: 0,
         }
     }
@@ -111,6 +122,7 @@ impl TreeMemory {
         let anonymous_bytes = found.values().map(|status| status.anonymous_bytes).sum();
         let totals = self.page.totals();
         let allocator_bytes = totals.resident.saturating_add(totals.untouched);
+        self.timeline.record(self.start.elapsed(), resident_bytes, totals.resident);
         if anonymous_bytes > self.peak.anonymous_bytes {
             self.peak.anonymous_bytes = anonymous_bytes;
             self.peak.outside_bytes = anonymous_bytes.saturating_sub(allocator_bytes);
@@ -124,6 +136,18 @@ impl TreeMemory {
             self.next_shares_ns = clock::fine_ns() + pause_after(cost_ns).as_nanos() as u64;
         }
         pause
+    }
+
+    /// Calls `read` for the bytes that the tree has returned, and adds them to the time line. Does nothing if the last
+    /// call was so recent that reading would use much CPU time.
+    pub fn sample_returned(&mut self, read: impl FnOnce() -> Returned) {
+        if Instant::now() < self.next_counters {
+            return;
+        }
+        let start_ns = clock::own_cpu_ns();
+        self.timeline.record_returned(self.start.elapsed(), read());
+        let pause = pause_after(clock::own_cpu_ns() - start_ns).max(MIN_COUNTERS_PAUSE);
+        self.next_counters = Instant::now() + pause;
     }
 
     /// Returns the status of all running processes of the tree, by process id.
@@ -285,7 +309,7 @@ mod tests {
     fn descendants_are_found() {
         let (_folder, page) = page(UNLIMITED);
         let mut child = shell_with_children();
-        let mut memory = TreeMemory::new(page, child.id());
+        let mut memory = TreeMemory::new(page, child.id(), Instant::now());
         while memory.sample() > Duration::ZERO && memory.seen.len() < 4 {
             std::thread::yield_now();
         }
@@ -322,7 +346,7 @@ mod tests {
     fn processes_that_ended_are_not_an_excess() {
         let (_folder, page) = page(UNLIMITED);
         let mut child = shell_with_children();
-        let mut memory = TreeMemory::new(page, child.id());
+        let mut memory = TreeMemory::new(page, child.id(), Instant::now());
         memory.sample();
         let found = memory.find_processes();
         assert!(found.len() >= 3 && found.values().all(|status| status.anonymous_bytes > 0));
@@ -341,7 +365,7 @@ mod tests {
     fn an_excess_is_recorded_with_its_processes() {
         let (_folder, page) = page(4 << 10);
         let mut child = shell_with_children();
-        let mut memory = TreeMemory::new(page, child.id());
+        let mut memory = TreeMemory::new(page, child.id(), Instant::now());
         memory.sample();
         drop(child.stdin.take());
         child.wait().unwrap();
