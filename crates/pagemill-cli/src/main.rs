@@ -13,8 +13,10 @@ mod kernel_limit;
 mod limit;
 mod mark;
 mod meminfo;
+mod metrics;
 mod mount;
 mod page;
+mod perfetto;
 mod plot;
 mod preload;
 mod proc_status;
@@ -67,6 +69,8 @@ enum Command {
     Vmstat(vmstat::Vmstat),
     /// Make running processes return free and volatile memory now, and show how much they returned.
     Trim(trim::Trim),
+    /// Print all counters as text for monitoring systems, serve them over HTTP, or write them to a file.
+    Metrics(metrics::Metrics),
     /// List the volatile ranges of a running process: their state, purged bytes and age.
     Vranges(vranges::Vranges),
     /// Show the slab caches of running processes and their free memory; shrink the caches, or set their ratios.
@@ -134,6 +138,7 @@ fn main() -> ExitCode {
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
         Command::Trim(trim) => trim.main(),
+        Command::Metrics(metrics) => metrics.main(),
         Command::Vranges(vranges) => vranges.main(),
         Command::Slabinfo(slabinfo) => slabinfo.main(),
         Command::Mount(mount) => mount.main(),

@@ -1,6 +1,7 @@
 //! `pagemill mount | purge | umount`: a RAM file system whose memory can be reclaimed.
 
 use crate::fail;
+use crate::metrics::{self, OpenTarget, Publisher, Scope, Source};
 use pagemill_core::units::{Bytes, parse_bytes};
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_tmpfs::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
@@ -46,6 +47,10 @@ pub struct Mount {
     /// Permissions of the file system's root, in octal [default: 1777]
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     mode: Option<u32>,
+    /// Publish the metrics of this mount: at http://ADDR/metrics (ADDR is PORT or HOST:PORT), or in a file, given as a
+    /// path with a slash, every 10 seconds and at the end.
+    #[arg(long, value_name = "ADDR | FILE", value_parser = metrics::Target::parse)]
+    metrics: Option<metrics::Target>,
     /// Return once the file system is mounted; the controller continues in the background.
     #[arg(long)]
     daemon: bool,
@@ -106,10 +111,14 @@ impl Mount {
             Ok(groups) => groups,
             Err(why) => return report_error(2, self.json, &why),
         };
+        let metrics = match self.metrics.as_ref().map(metrics::Target::open).transpose() {
+            Ok(metrics) => metrics,
+            Err(why) => return report_error(2, self.json, &why),
+        };
         let mode = self.mode.unwrap_or(0o1777);
         let request = MountRequest { point: self.dir.clone(), size_bytes: self.size, mode };
         match request.mount() {
-            Ok(mounted) => self.run_controller(groups, mounted, signals),
+            Ok(mounted) => self.run_controller(groups, mounted, signals, metrics),
             Err(refusal @ Refusal::Missing(_)) => {
                 let text = format!("{refusal}: mkdir -p '{}'", self.dir.display());
                 report_error(2, self.json, &text)
@@ -119,7 +128,13 @@ impl Mount {
     }
 
     /// Runs the controller until the mount ends, then unmounts the file system.
-    fn run_controller(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
+    fn run_controller(
+        &self,
+        groups: Vec<String>,
+        mounted: Mounted,
+        mut signals: Signals,
+        metrics: Option<OpenTarget>,
+    ) -> ExitCode {
         let Mounted { point, access, size_bytes, was_taken_over, has_no_huge } = mounted;
         let device = access.device();
         let until = if self.as_daemon { Until::Abandoned } else { Until::Unmounted };
@@ -134,9 +149,11 @@ impl Mount {
                 while signals.forever().next().is_some_and(|signal| signalled.send(EndReason::Signal(signal)).is_ok()) {
                 }
             })?;
-            Ok((control_loop, server))
+            let source = Source::new(Scope::Mount(point.clone(), device));
+            let publisher = metrics.map(|target| Publisher::start(target, source)).transpose()?;
+            Ok((control_loop, server, publisher))
         });
-        let (control_loop, server) = match started {
+        let (control_loop, server, publisher) = match started {
             Ok(started) => started,
             Err(error) => {
                 // A mount that existed before this command stays mounted.
@@ -170,6 +187,7 @@ impl Mount {
             }
         };
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        drop(publisher);
         drop(server);
         drop(control_loop);
         handle.close();

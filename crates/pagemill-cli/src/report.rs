@@ -7,11 +7,12 @@
 use crate::columns::{self, DEFAULT_LINE_COLUMNS, Heading};
 use crate::kernel_limit::LimitStatistics;
 use crate::page;
+use crate::statistics::amount_text;
 use crate::timeline::{Returned, Timeline, returned_by_cause};
 use crate::tree_memory::{Excess, MAX_LISTED_PROCESSES, Peak, Process, TreeMemory};
 use pagemill_core::published::{self, Published};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill_core::stats::{Counter, CounterKind, Snapshot, TABLE, Unit};
+use pagemill_core::stats::{Counter, CounterKind, Snapshot, TABLE};
 use pagemill_core::units::Bytes;
 use pagemill_sys::child::End;
 use pagemill_sys::process;
@@ -272,7 +273,7 @@ impl Report {
         for table_row in TABLE.iter().filter(|row| row.kind == CounterKind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
             if value > 0 {
-                let text = value_text(table_row.unit, value);
+                let text = amount_text(table_row.unit, value);
                 rows.push(Row::new(table_row.name, text, &sentence_part(table_row.meaning)));
             }
         }
@@ -427,11 +428,4 @@ fn excess_json(excess: &Excess) -> Value {
 fn sentence_part(meaning: &str) -> String {
     let mut letters = meaning.trim_end_matches('.').chars();
     letters.next().map_or(String::new(), |first| first.to_lowercase().chain(letters).collect())
-}
-
-fn value_text(unit: Unit, value: u64) -> String {
-    match unit {
-        Unit::Bytes => Bytes(value).to_string(),
-        Unit::Count => value.to_string(),
-    }
 }

@@ -3,6 +3,7 @@
 use crate::elf::{self, Obstacle};
 use crate::kernel_limit::{self, KernelLimit};
 use crate::limit::LimitSize;
+use crate::metrics::{self, Scope, Source};
 use crate::ram::Ram;
 use crate::report::{self, CollectedStatistics, FinishedProgram, KernelLimitResult, Report};
 use crate::tree_memory::{Excess, TreeMemory};
@@ -94,6 +95,11 @@ pub struct Run {
     /// Print the report as one JSON object. Implies --report.
     #[arg(long)]
     json: bool,
+
+    /// Publish the metrics of the program and its children while they run: at http://ADDR/metrics (ADDR is PORT or
+    /// HOST:PORT), or in a file, given as a path with a slash, every 10 seconds and at the end.
+    #[arg(long, value_name = "ADDR | FILE", value_parser = metrics::Target::parse)]
+    metrics: Option<metrics::Target>,
 
     /// Check every free: a double free, or a free of an invalid address, ends the program. Slower.
     #[arg(long)]
@@ -314,11 +320,16 @@ impl Run {
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_outputs().map_err(|message| fail(2, &message))?;
+        let metrics = self.metrics.as_ref().map(metrics::Target::open).transpose();
+        let metrics = metrics.map_err(|message| fail(2, &message))?;
         // The loader of another C library would end the program, because it cannot load the preload library.
         let is_loadable = obstacle != Some(Obstacle::OtherCLibrary);
         let library = is_loadable.then(preload::locate_library).transpose().map_err(|message| fail(126, &message))?;
         let tree = self.create_tree(&mut limits).map_err(|message| fail(126, &message))?;
         let kernel = limits.kernel.map(KernelLimit::new).transpose().map_err(|message| fail(126, &message))?;
+        let publisher =
+            metrics.map(|target| metrics::Publisher::start(target, Source::new(Scope::OwnTree))).transpose();
+        let publisher = publisher.map_err(|error| fail(126, &format!("no thread for the metrics: {error}")))?;
 
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
         let command = self.child_program(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
@@ -332,6 +343,7 @@ impl Run {
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
         let (ran, memory, collected) =
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
+        drop(publisher);
         let code = ExitCode::from(ran.end.code as u8);
         if ran.end.signal == Some(libc::SIGSYS) {
             print_message(&format!(
@@ -381,6 +393,10 @@ impl Run {
         self.report || self.json || self.output.is_some() || self.html.is_some()
     }
 
+    fn needs_own_tree(&self) -> bool {
+        self.wants_report() || self.metrics.is_some()
+    }
+
     /// Reads the environment variables that stand for options, for options that are not given. An empty variable counts
     /// as unset.
     fn read_environment(&mut self) -> Result<(), String> {
@@ -426,12 +442,12 @@ impl Run {
     }
 
     /// Creates the process tree. Returns `None` if the program joins the process tree of an outer `run`: inside another
-    /// `run`, unless this `run` has a lower limit or a report. If the tree cannot be created, returns an error if there
-    /// is a limit or a report, otherwise `None`.
+    /// `run`, unless this `run` has a lower limit, a report or metrics. If the tree cannot be created, returns an error if
+    /// there is a limit, a report or metrics, otherwise `None`.
     fn create_tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
         if let Some(outer) = outer_tree_limit() {
             let limit = limits.own.unwrap_or(outer);
-            if limit >= outer && !self.wants_report() {
+            if limit >= outer && !self.needs_own_tree() {
                 limits.own = Some(outer).filter(|limit| *limit != UNLIMITED);
                 return Ok(None);
             }
@@ -446,7 +462,7 @@ impl Run {
         }
         match Tree::new(limits.own.unwrap_or(UNLIMITED)) {
             Ok(tree) => Ok(Some(tree)),
-            Err(message) if limits.own.is_some() || self.wants_report() => Err(message),
+            Err(message) if limits.own.is_some() || self.needs_own_tree() => Err(message),
             Err(message) => {
                 print_message(&format!("{message}; without it, the processes cannot make each other return memory"));
                 Ok(None)

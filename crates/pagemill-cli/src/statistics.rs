@@ -6,7 +6,7 @@ use crate::requests::Interrupt;
 use pagemill_core::listing;
 use pagemill_core::listing::Unanswered;
 use pagemill_core::published;
-use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::stats::{Counter, Snapshot, Unit};
 use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
 use std::time::Duration;
@@ -177,6 +177,16 @@ pub fn sum_of(processes: &[Process]) -> Snapshot {
     let mut sum = snapshots.next().cloned().unwrap_or_default();
     snapshots.for_each(|snapshot| sum.add(snapshot));
     sum
+}
+
+/// Returns the value of a counter with its unit.
+pub fn amount_text(unit: Unit, value: u64) -> String {
+    match unit {
+        Unit::Bytes => Bytes(value).to_string(),
+        Unit::Count => value.to_string(),
+        Unit::Microseconds => format!("{value} us"),
+        Unit::Nanoseconds => format!("{} us", value / 1000),
+    }
 }
 
 /// A column of a table of processes: its title, and the function that returns its value for a process.

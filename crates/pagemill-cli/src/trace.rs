@@ -5,6 +5,7 @@ use crate::fail;
 use pagemill_core::published::{self, Process};
 use pagemill_core::trace::{self, Recorded};
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(clap::Args)]
@@ -14,6 +15,10 @@ pub struct Trace {
     /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
+    /// Write the events to a file for ui.perfetto.dev and chrome://tracing instead: the tracks of each process, the
+    /// orders of new folios, and resident and returned memory.
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    perfetto: Option<PathBuf>,
 }
 
 /// An event that a process recorded, and the process.
@@ -40,6 +45,9 @@ impl Trace {
             },
             None => (merged_events(&published::read_all()), false),
         };
+        if let Some(path) = &self.perfetto {
+            return write_perfetto(path, &lines);
+        }
         if lines.is_empty() && !is_one && !self.json {
             println!("no process of {} is on Pagemill", if self.pid.is_some() { "the tree" } else { "yours" });
         }
@@ -73,6 +81,14 @@ impl Trace {
         let numbers: Vec<String> = event.numbers.iter().map(|(name, number)| format!("{name} {number}")).collect();
         let process_columns = if is_one { String::new() } else { format!("{:>8} {:<15}  ", line.pid, line.name) };
         format!("{seconds:>12.6} s  {process_columns}{:<14}  {}", event.event, numbers.join(", "))
+    }
+}
+
+fn write_perfetto(path: &Path, lines: &[EventLine]) -> ExitCode {
+    let events = lines.iter().map(|line| (line.pid, line.name.as_str(), &line.event));
+    match std::fs::write(path, crate::perfetto::trace_json(events)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(1, &format!("the events cannot be written to {}: {error}", path.display())),
     }
 }
 

@@ -135,10 +135,7 @@ impl Vmstat {
             let _ = writeln!(text, "  {:<25} {:>12}  {}", row.name, now.sum.get(row.counter), row.meaning);
         }
         for row in sum_rows().filter(|row| self.is_shown(row, before, &now.sum)) {
-            let amount = match row.unit {
-                Unit::Bytes => Bytes(counter_increase(row, before, &now.sum)).to_string(),
-                Unit::Count => counter_increase(row, before, &now.sum).to_string(),
-            };
+            let amount = statistics::amount_text(row.unit, counter_increase(row, before, &now.sum));
             let _ = writeln!(text, "  {:<25} {amount:>12}  {}", row.name, row.meaning);
         }
         text + &now

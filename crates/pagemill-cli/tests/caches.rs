@@ -221,5 +221,12 @@ fn the_trace_has_file_and_cache_numbers() {
         [[0, 0, order, 0], [pages, 0, order, 0]]
     );
     assert!(command_output(&place, &holder, "trace", &[]).contains("page_index 0, file 0, order"));
+    let file = place.path("trace.json");
+    assert_eq!(command_output(&place, &holder, "trace", &["--perfetto", file.to_str().unwrap()]), "");
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    let rows = trace["traceEvents"].as_array().unwrap();
+    let orders = rows.iter().filter(|row| row["ph"] == "C" && row["name"] == "order of new folios of cache 0");
+    assert_eq!(orders.map(|row| number(&row["args"], "value")).collect::<Vec<_>>(), [order; 2]);
+    assert_eq!(rows.iter().filter(|row| row["name"] == "folio_made" && row["ph"] == "i").count(), 2);
     holder.end();
 }

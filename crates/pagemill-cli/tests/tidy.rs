@@ -32,6 +32,7 @@ const CORE_LAYERS: &[(&str, usize)] = &[
     ("sync", 3),
     ("epoch", 3),
     ("callback", 4),
+    ("metrics", 4),
     ("arena", 4),
     ("reclaim", 5),
     ("published", 6),

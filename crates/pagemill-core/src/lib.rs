@@ -1,12 +1,13 @@
 //! What all crates of Pagemill share.
 //!
-//! From bottom to top: [`units`], [`error`], [`trace`], [`stats`], [`sync`], [`epoch`]; the [`arena`] of 2 MiB blocks;
-//! memory limits and [`reclaim`]; files with statistics ([`published`]) and answers to other processes ([`listing`]);
-//! and the [`instance`] to which products add their parts. A module uses lower ones only. Where it calls upper code, it
-//! declares a trait: [`arena::Budget`], [`reclaim::Shrinker`], [`listing::ListWriter`], [`instance::Part`].
+//! From bottom to top: [`units`], [`error`], [`trace`], [`stats`], [`sync`], [`epoch`]; statistics as text ([`metrics`]),
+//! and the [`arena`] of 2 MiB blocks; memory limits and [`reclaim`]; files with statistics ([`published`]) and answers
+//! to other processes ([`listing`]); and the [`instance`] to which products add their parts. A module uses lower ones
+//! only. Where it calls upper code, it declares a trait: [`arena::Budget`], [`reclaim::Shrinker`],
+//! [`listing::ListWriter`], [`instance::Part`].
 //!
-//! The crate `pagemill` re-exports items of [`error`], [`reclaim`], [`stats`] and [`units`]. Examples of these items use
-//! its names.
+//! The crate `pagemill` re-exports items of [`error`], [`metrics`], [`reclaim`], [`stats`] and [`units`]. Examples of
+//! these items use its names.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the lock only.
 #[cfg(not(loom))]
@@ -21,6 +22,8 @@ pub mod error;
 pub mod instance;
 #[cfg(not(loom))]
 pub mod listing;
+#[cfg(not(loom))]
+pub mod metrics;
 #[cfg(not(loom))]
 pub mod published;
 #[cfg(not(loom))]

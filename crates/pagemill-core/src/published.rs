@@ -12,6 +12,7 @@ mod survey;
 
 pub use survey::{ProcessFiles, Survey, TreeFolder};
 
+use crate::reclaim::tree::{TreeAmounts, TreePage};
 use crate::stats::{self, Snapshot};
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::maps;
@@ -204,6 +205,14 @@ fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     found
 }
 
+/// Returns this user's folders for figures, without folders that others can access.
+fn own_private_folders() -> Vec<String> {
+    let user = process::user_id();
+    // A service has no such variable, but sees the processes of its user's sessions.
+    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_else(|_| format!("/run/user/{user}"));
+    existing_private_folders(&runtime, user)
+}
+
 /// Returns the names in a folder; none if it cannot be read.
 fn names_in(folder: &str) -> impl Iterator<Item = String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
@@ -351,8 +360,7 @@ pub fn running() -> Vec<Snapshot> {
 
 /// Returns the folders in which this user's processes publish, including the folders of process trees.
 fn own_folders() -> Vec<String> {
-    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-    existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
+    own_private_folders().into_iter().flat_map(with_tree_folders).collect()
 }
 
 /// A running process, with the figures of each instance of Pagemill in the process. The figures of the preload library,
@@ -431,6 +439,21 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
     let members = list_owned_by(&folder, owner, false).ok()?;
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
+}
+
+/// Reads the amounts of all process trees that this user may read and whose `pagemill run` is still running, in the
+/// order of the process ids of `run`.
+pub fn read_trees() -> Vec<(Identity, TreeAmounts)> {
+    let own = process::user_id();
+    let read = |folder: TreeFolder| -> Option<(Identity, TreeAmounts)> {
+        let run = Some(folder.run).filter(|run| process::is_alive(*run))?;
+        let page = Path::format(format_args!("{}/{TREE_FILE}", folder.path))?;
+        let owner = (folder.user != own).then_some(folder.user);
+        Some((run, TreePage::read_amounts(page.as_c_str(), owner).ok()?))
+    };
+    let mut trees: Vec<_> = Survey::of_all_users().trees.into_iter().filter_map(read).collect();
+    trees.sort_by_key(|(run, _)| run.pid);
+    trees
 }
 
 /// Returns the folders into which another user's processes publish, without folders that others can access.

@@ -109,6 +109,8 @@ events! {
     SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
     /// The drop of a file's last handle waited for writeback, for the store, or for other threads.
     SlowDrop "slow_drop" ("waited_us", "dirty_bytes");
+    /// Defragmentation moved objects of a slab cache.
+    SlabMoved "slab_moved" ("objects", "cache" 32 "emptied_slabs");
 }
 
 /// An entry of the event ring, which holds one event.
@@ -203,6 +205,17 @@ pub fn event_with_packed_values(event: Event, parts: [(u64, u64); 2]) {
     stats::current().ring.record(event, first, second);
 }
 
+/// Returns the latest events of this process, oldest first.
+pub fn own_events() -> Vec<Recorded> {
+    stats::current().ring.read()
+}
+
+/// Returns the names that the numbers of events have.
+pub fn number_names() -> impl Iterator<Item = &'static str> {
+    let formats = EVENTS.iter().flat_map(|(_, _, formats)| formats);
+    formats.flat_map(|format| std::iter::once(format.name).chain(format.upper.map(|(_, name)| name)))
+}
+
 /// Reads the latest events of the process that published its figures at `path`, oldest first. `owner` is the user that
 /// must own the file; `None` skips the check.
 ///
@@ -210,7 +223,7 @@ pub fn event_with_packed_values(event: Event, parts: [(u64, u64); 2]) {
 ///
 /// The error of opening the file.
 pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
-    let copy = || stats::with_copy(path, owner, |page| page.ring.read());
+    let copy = || stats::with_copy(path, owner, size_of::<stats::Figures>(), |page| page.ring.read());
     // An entry that was overwritten while the first copy was made has another sequence number in the second copy.
     let (mut events, after) = (copy()?, copy()?);
     events.retain(|event| after.binary_search_by_key(&event.sequence, |event| event.sequence).is_ok());

@@ -9,7 +9,7 @@
 //! | memory that can be computed again | [`VolatileBuf`], [`VolatileCache`] | [`volatile`] |
 //! | files in memory; files on disk, cached | [`PageCache`] | [`cache`], [`store`] |
 //! | many small objects | [`HandleMap`] | [`slab`] |
-//! | statistics, settings, purging all volatile memory in a test | [`Pagemill`] | [`stats`] |
+//! | statistics, settings, purging all volatile memory in a test | [`Pagemill`] | [`stats`], [`metrics`] |
 //!
 //! ```
 //! use pagemill::{Contents, HandleMap, PageCache, VolatileBuf, slab};
@@ -56,8 +56,12 @@
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
 
+#[cfg(feature = "tracing")]
+mod events;
 mod pagemill;
 
+#[cfg(feature = "tracing")]
+pub use events::EventForwarder;
 pub use pagemill::Pagemill;
 pub use pagemill_cache::PageCache;
 pub use pagemill_core::{Error, Result};
@@ -181,6 +185,13 @@ pub mod reclaim {
 /// Example: [`Pagemill`].
 pub mod stats {
     pub use pagemill_core::stats::{Counter, CounterKind, MemoryAmounts, Row, Snapshot, TABLE, Unit};
+}
+
+/// Statistics as text for monitoring systems.
+///
+/// Example: [`metrics::Format`].
+pub mod metrics {
+    pub use pagemill_core::metrics::Format;
 }
 
 /// Types for sizes in bytes and in pages.

@@ -1,7 +1,7 @@
 //! Finds the figures files and the process trees of all users that this user may read. The names of the files suffice;
 //! no figures are read.
 
-use super::{Process, SHARED_FOLDERS, existing_private_folders, identity_of, is_private, names_in, user_of};
+use super::{Process, SHARED_FOLDERS, identity_of, is_private, names_in, own_private_folders, user_of};
 use crate::stats;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
@@ -57,9 +57,7 @@ impl Survey {
     /// Lists the folders of this user and, as root, those of the other users. Takes some 10 us for each process tree.
     pub fn of_all_users() -> Self {
         let own = process::user_id();
-        let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-        let mut folders: Vec<(u32, String)> =
-            existing_private_folders(&runtime, own).into_iter().map(|folder| (own, folder)).collect();
+        let mut folders: Vec<(u32, String)> = own_private_folders().into_iter().map(|folder| (own, folder)).collect();
         if own == 0 {
             folders.extend(folders_of_other_users());
         }

@@ -13,6 +13,7 @@ use pagemill_sys::file::{self, Access};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::process::{self, Identity};
 use std::ffi::CStr;
+use std::io;
 use std::sync::atomic::{
     AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::Release,
@@ -80,6 +81,7 @@ impl Member {
 /// let place = tree.enter(Testbed::of_process()?.figures().identity).unwrap();
 /// place.publish(30 << 20, 0, 10 << 20); // resident, untouched, giveable
 /// assert_eq!((tree.totals().resident, tree.totals().members), (30 << 20, 1));
+/// assert_eq!(TreePage::read_amounts(&file, None).unwrap(), tree.amounts()); // as another process reads them
 /// place.leave();
 /// # std::fs::remove_file(&path).unwrap();
 /// # Ok::<(), pagemill_core::Error>(())
@@ -165,6 +167,24 @@ pub struct Totals {
     pub members: usize,
 }
 
+/// What a tree's page says about the tree at one time.
+///
+/// Example: [`TreePage`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TreeAmounts {
+    /// Limit of the resident bytes of all members together; [`UNLIMITED`] if there is none.
+    pub limit: u64,
+    pub totals: Totals,
+    /// Largest sum of the members' resident bytes so far.
+    pub peak: u64,
+    /// Largest sum so far of the members' resident bytes, minus the bytes that they could have given back at once.
+    pub net_peak: u64,
+    /// Number of programs that were started in the tree, and of fork children.
+    pub started: u32,
+    /// Number of processes of the tree that found no free slot.
+    pub unlisted: u64,
+}
+
 impl TreePage {
     /// Length of the file in bytes.
     pub const LEN: usize = size_of::<Self>();
@@ -191,8 +211,39 @@ impl TreePage {
         if page.magic.load(Acquire) == MAGIC {
             Ok(page)
         } else {
-            let cause = std::io::ErrorKind::InvalidData.into();
+            let cause = io::ErrorKind::InvalidData.into();
             Err(Error::System { doing: "joining the process tree", cause })
+        }
+    }
+
+    /// Reads the amounts of the tree whose page is the file at `path`, without mapping it. `owner` is the user that must
+    /// own the file; `None` skips the check. Takes 64 KiB of stack.
+    ///
+    /// # Errors
+    ///
+    /// The error of reading the file; `InvalidData` if it is not the page of a tree.
+    pub fn read_amounts(path: &CStr, owner: Option<u32>) -> io::Result<TreeAmounts> {
+        // SAFETY: every bit pattern is valid (type invariant).
+        let mut page: Self = unsafe { std::mem::zeroed() };
+        // SAFETY: these are the bytes of a local value for which every bit pattern is valid (type invariant).
+        let bytes = unsafe { std::slice::from_raw_parts_mut((&raw mut page).cast::<u8>(), Self::LEN) };
+        file::read_published(path, owner, bytes)?;
+        if page.magic.load(Relaxed) != MAGIC {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(page.amounts())
+    }
+
+    /// Returns the limit, the sums over the members, and the peaks.
+    pub fn amounts(&self) -> TreeAmounts {
+        let (peak, net_peak) = self.peak();
+        TreeAmounts {
+            limit: self.limit(),
+            totals: self.totals(),
+            peak,
+            net_peak,
+            started: self.started(),
+            unlisted: self.unlisted(),
         }
     }
 

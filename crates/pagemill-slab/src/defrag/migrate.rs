@@ -19,6 +19,7 @@ use crate::defrag::passes::Progress;
 use crate::read::batch::DeferredAction;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
+use pagemill_core::trace::{self, Event};
 use pagemill_sys::{clock, mem};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -378,6 +379,10 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);
+        if self.progress.moved > 0 {
+            let cache = (self.engine.cache_id as u64, self.progress.emptied);
+            trace::event_with_packed_values(Event::SlabMoved, [(self.progress.moved, 0), cache]);
+        }
         self.engine.retire(self.deferred);
         if let Some(panic) = self.panic {
             resume_unwind(panic);
