@@ -11,6 +11,7 @@ mod doctor;
 mod elf;
 mod kernel_limit;
 mod limit;
+mod manual;
 mod mark;
 mod meminfo;
 mod metrics;
@@ -42,7 +43,7 @@ use std::process::ExitCode;
 
 /// Runs programs on Pagemill's allocator, mounts RAM file systems, and shows what Pagemill does.
 #[derive(Parser)]
-#[command(name = "pagemill", version, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "pagemill", version = manual::VERSION, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -85,6 +86,11 @@ enum Command {
     Umount(mount::Umount),
     /// Set or show which files of a `pagemill mount` are volatile, and which get huge pages.
     Mark(mark::Mark),
+    /// Print the completions of the command line for a shell.
+    Completions(manual::Completions),
+    /// Write the manual pages.
+    #[command(hide = true)]
+    Man(manual::Man),
     #[command(hide = true)]
     MountWorker,
     #[command(hide = true)]
@@ -103,7 +109,7 @@ enum Command {
 /// Every program that `run` starts must wait for the parser to be built. Building the parsers of all subcommands would
 /// take longer than all other work before the program starts. The help texts equal those of [`Cli`].
 #[derive(Parser)]
-#[command(name = "pagemill", version, max_term_width = 100)]
+#[command(name = "pagemill", version = manual::VERSION, max_term_width = 100)]
 struct RunCli {
     #[command(subcommand)]
     command: RunCommand,
@@ -146,6 +152,8 @@ fn main() -> ExitCode {
         Command::Purge(purge) => purge.main(),
         Command::Umount(umount) => umount.main(),
         Command::Mark(mark) => mark.main(),
+        Command::Completions(completions) => completions.main(<Cli as clap::CommandFactory>::command()),
+        Command::Man(man) => man.main(<Cli as clap::CommandFactory>::command()),
         Command::MountWorker => mount::worker(),
         Command::RunGuard { folder } => kernel_limit::guard(&folder),
         Command::Bench { args } => bench::bench(&args),

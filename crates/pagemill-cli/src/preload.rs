@@ -1,5 +1,5 @@
-//! Locates the preload library: a file in the folder of the command `pagemill`, or a copy of the embedded library in
-//! the user's cache folder.
+//! Locates the preload library: a file in the folder of the command `pagemill`, an installed file, or a copy of the
+//! embedded library in the user's cache folder.
 
 use std::fs;
 use std::io::{self, Write};
@@ -8,6 +8,14 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const LIBRARY_NAME: &str = "libpagemill_malloc.so";
+
+/// Name of the library in a package, which installs it in the folder `lib/pagemill` beside the folder of the command.
+const INSTALLED_NAME: &str = "libpagemill.so";
+
+/// Returns whether a path in `LD_PRELOAD` is that of this library, of this or another version.
+pub fn is_library(path: &str) -> bool {
+    path.ends_with(LIBRARY_NAME) || path.rsplit('/').next() == Some(INSTALLED_NAME)
+}
 
 /// The preload library of this build. The command contains its bytes.
 static EMBEDDED_LIBRARY: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
@@ -21,10 +29,13 @@ static EMBEDDED_LIBRARY: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 pub fn locate_library() -> Result<PathBuf, String> {
     // Without /proc, the path of this command is unknown, so the cache folder is used.
     let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned()));
-    // After an installation, the library is in the folder of the command. After a build, it is in cargo's folder
-    // `deps`. A file of another version is not used.
-    let mut beside =
-        folder.into_iter().flat_map(|folder| [folder.join(LIBRARY_NAME), folder.join("deps").join(LIBRARY_NAME)]);
+    // After a build, the library is in the folder of the command or in cargo's folder `deps`. A file of another version
+    // is not used.
+    let installed = |folder: &Path| Some(folder.parent()?.join("lib/pagemill").join(INSTALLED_NAME));
+    let mut beside = folder.into_iter().flat_map(|folder| {
+        let built = [folder.join(LIBRARY_NAME), folder.join("deps").join(LIBRARY_NAME)];
+        built.into_iter().chain(installed(&folder))
+    });
     if let Some(path) = beside.find(|path| is_preloadable(path) && is_trusted(path) && is_embedded(path)) {
         return Ok(path);
     }

@@ -482,9 +482,8 @@ impl Run {
         let mut preloads = library.map(OsString::from).unwrap_or_default();
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
             // Inside another `run`, the variable may already contain the library, with this or another path.
-            let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");
             let others = others.to_string_lossy().into_owned();
-            for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !is_ours(path)) {
+            for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !preload::is_library(path)) {
                 preloads.push(":");
                 preloads.push(other);
             }
