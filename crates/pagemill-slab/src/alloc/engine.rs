@@ -493,15 +493,25 @@ impl Engine {
         if has_surplus {
             self.trim(node, Keep::Reserve);
         }
-        if is_due && self.object.is_movable() && self.used_ratio.load(Relaxed) > 0 {
-            self.shared.worker.notify();
+        if self.object.is_movable() {
+            self.note_free_for_worker(is_due);
         }
     }
 
-    /// Returns whether users have freed objects into slabs since the last call of this function.
-    pub fn has_new_frees(&self) -> bool {
-        let given = |node| self.with_node(node, |node| std::mem::take(&mut node.state.freed_objects));
-        (0..self.node_count()).map(given).sum::<u64>() > 0
+    /// Tells the background thread that objects were freed, unless the used ratio of the cache is 0. `is_urgent`: wakes
+    /// the thread now. Otherwise the thread runs a round a while later.
+    pub fn note_free_for_worker(&self, is_urgent: bool) {
+        let worker = self.shared.worker;
+        match (self.used_ratio.load(Relaxed) > 0, is_urgent) {
+            (false, _) => (),
+            (true, false) => worker.note_frees(),
+            (true, true) => worker.notify(),
+        }
+    }
+
+    /// Begins a new count of the objects that users free into slabs. Called when the background thread visits the cache.
+    pub fn reset_freed_objects(&self) {
+        (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.state.freed_objects = 0));
     }
 
     /// Asks the background thread to pack the cache's objects into fewer slabs, because memory is short. The first call

@@ -83,7 +83,7 @@ pub(crate) struct NodeState {
     pub free_objects: u64,
     /// For each list of blocks by use, how many of the `free_objects` are in blocks of that list.
     pub free_objects_in: [u64; USE_LIST_COUNT],
-    /// Number of objects that users freed into slabs since the last [`crate::alloc::engine::Engine::has_new_frees`].
+    /// Number of objects that users freed into slabs since the background thread last visited the cache.
     pub freed_objects: u64,
     /// Number of lost slabs.
     pub lost: u32,

@@ -3,15 +3,17 @@
 //!
 //! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
 //! cache, and a visit runs a step if a slab or block can be emptied. When a round finds nothing to do, the thread
-//! sleeps until objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor
-//! time is bounded.
+//! sleeps until objects are freed or a shrink is requested. If only a few objects were freed, the thread first waits for
+//! further frees. So each free is followed by a round, but few frees cause at most one round per second. Between visits
+//! the thread *rests*, so that its processor time is bounded.
 //!
 //! ```text
 //!           first cache                   a round finds nothing
 //!   none ---------------> runs rounds ------------------------> asleep
-//!     ^                    |  ^   ^   `-- timeout for readers --' |
-//!     |  `defrag_by_hand`  |  |   `------------ notify -----------'
-//!     '--------------------'  '-- during a fork: begins no visit
+//!     ^                    |  ^  ^ ^  `-- timeout for readers --' | |
+//!     |  `defrag_by_hand`  |  |  | `------------ notify ----------' |
+//!     '--------------------'  |  `----- a second <---- few frees ---'
+//!                             '-- during a fork: begins no visit
 //! ```
 //!
 //! The thread runs callbacks of the program and destructors of removed values, for one cache at a time. It holds none
@@ -39,7 +41,8 @@ use std::time::Duration;
 /// Approximate length of a step of defragmentation on the background thread.
 const STEP_DURATION: Duration = Duration::from_millis(1);
 
-/// Time after which the background thread runs another round if objects were freed, but too few to wake the thread.
+/// Time after which the background thread runs another round if only a few objects were freed, or if free blocks still
+/// keep their memory.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
 /// Time for which free blocks keep their memory for reuse. Then the memory is freed in portions of
@@ -57,8 +60,8 @@ const STACK_BYTES: usize = 2048 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum VisitResult {
     Nothing,
-    /// Objects were freed since the last visit, but no slab or block can be emptied.
-    ObjectsFreed,
+    /// Free blocks keep their memory for a while, because caches may reuse it.
+    FreeBlocks,
     /// The thread has work that must wait for readers, or for another thread that uses the cache.
     Waiting,
     /// A step of defragmentation was run.
@@ -155,6 +158,7 @@ impl Worker {
                 break;
             }
             self.is_notified.store(0, SeqCst);
+            self.has_frees.store(0, SeqCst);
             let found = self.run_round(slabs, &mut rest_due_ns);
             self.rest(std::mem::take(&mut rest_due_ns).max(MIN_REST_NS), seen);
             match found {
@@ -163,8 +167,15 @@ impl Worker {
                     self.park(seen, Some(pause));
                     pause = (2 * pause).min(MAX_RETRY_DELAY);
                 }
-                VisitResult::ObjectsFreed => self.park(seen, Some(RECHECK_DELAY)),
-                VisitResult::Nothing => self.park(seen, None),
+                VisitResult::FreeBlocks => self.park(seen, Some(RECHECK_DELAY)),
+                VisitResult::Nothing => {
+                    self.park(seen, None);
+                    let seen = self.wakeups.count();
+                    if self.has_frees.load(SeqCst) == 1 && !self.is_stopped() {
+                        // More objects may be freed soon. If many are freed, the call of `notify` ends this sleep.
+                        self.park(seen, Some(RECHECK_DELAY));
+                    }
+                }
             }
         }
         self.is_started.store(0, SeqCst);
@@ -205,7 +216,7 @@ impl Worker {
             return VisitResult::Nothing;
         }
         if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
-            return VisitResult::ObjectsFreed;
+            return VisitResult::FreeBlocks;
         }
         // In portions, because a fork or a stop may wait for the end of a portion.
         while blocks.freed_with_memory() == freed_with_memory && self.begin_visit() {
@@ -292,12 +303,12 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     if !is_wanted || engine.check_generation().is_err() {
         return Ok(VisitResult::Nothing);
     }
+    engine.reset_freed_objects();
     if engine.has_panicked.load(Relaxed) {
         // Runs no callback, but frees the old memory of objects that were moved earlier.
         return Ok(if engine.finish_retired_in_background() { VisitResult::Waiting } else { VisitResult::Nothing });
     }
     let before = engine.resident_bytes();
-    let has_new_frees = engine.has_new_frees();
     let is_waiting = cache.finish_retired();
     let is_step_worthwhile = steps::is_step_worthwhile(engine);
     if is_step_worthwhile {
@@ -305,10 +316,9 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     }
     // Frees as much memory of free blocks as the cache gave up during the visit.
     engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
-    Ok(match (is_step_worthwhile, is_waiting || engine.has_batches(), has_new_frees) {
-        (true, ..) => VisitResult::StepRun,
-        (_, true, _) => VisitResult::Waiting,
-        (.., true) => VisitResult::ObjectsFreed,
-        _ => VisitResult::Nothing,
+    Ok(match (is_step_worthwhile, is_waiting || engine.has_batches()) {
+        (true, _) => VisitResult::StepRun,
+        (false, true) => VisitResult::Waiting,
+        (false, false) => VisitResult::Nothing,
     })
 }

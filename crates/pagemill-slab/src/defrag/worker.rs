@@ -74,6 +74,8 @@ pub(crate) struct Worker {
     pub(super) is_started: AtomicU32,
     /// 1 if objects were freed or a shrink was requested, so that a round is due.
     pub(super) is_notified: AtomicU32,
+    /// 1 if objects were freed since the current round began. The thread then does not sleep without a timeout.
+    pub(super) has_frees: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
     /// 1 while the thread visits a cache, or is about to check whether it may visit one.
@@ -112,6 +114,18 @@ impl Worker {
         }
         // Either the thread sees the flag before it sleeps, or this call sees that the thread sleeps.
         if self.parked.swap(AWAKE, SeqCst) != AWAKE {
+            self.wakeups.raise();
+        }
+    }
+
+    /// Records that a few objects were freed, which is not urgent. Wakes the background thread only if it sleeps without
+    /// a timeout, so that it runs a round a while later. As [`Worker::notify`], any code can call `note_frees`.
+    pub fn note_frees(&self) {
+        if self.has_frees.load(SeqCst) == 1 || self.has_frees.swap(1, SeqCst) == 1 {
+            return;
+        }
+        // Either the thread sees the flag before it sleeps without a timeout, or this call sees that sleep.
+        if self.parked.compare_exchange(ASLEEP, AWAKE, SeqCst, SeqCst).is_ok() {
             self.wakeups.raise();
         }
     }
@@ -156,7 +170,7 @@ impl Worker {
     /// In a fork child: resets the state, because the background thread does not exist there. The next cache of the
     /// child starts a new thread.
     pub fn begin_child(&self) {
-        for flag in [&self.is_started, &self.is_notified, &self.parked, &self.is_visiting] {
+        for flag in [&self.is_started, &self.is_notified, &self.has_frees, &self.parked, &self.is_visiting] {
             flag.store(0, SeqCst);
         }
     }
@@ -184,11 +198,13 @@ impl Worker {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// Puts the background thread to sleep until it is woken or the timeout expires. `seen` is the count of the event
-    /// `wakeups` that was read before the last check for work.
+    /// Puts the background thread to sleep until it is woken or the timeout expires. Without a timeout, returns at once
+    /// if objects were freed since the current round began. `seen` is the count of the event `wakeups` that was read
+    /// before the last check for work.
     pub fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
-        if self.is_notified.load(SeqCst) == 0 {
+        let must_sleep_briefly = timeout.is_none() && self.has_frees.load(SeqCst) == 1;
+        if self.is_notified.load(SeqCst) == 0 && !must_sleep_briefly {
             self.wakeups.wait(seen, timeout);
         }
         self.parked.store(AWAKE, SeqCst);
@@ -245,10 +261,15 @@ impl Worker {
         self.is_started.load(SeqCst) == 1
     }
 
+    /// Returns whether objects were freed since the current round began.
+    pub fn has_frees(&self) -> bool {
+        self.has_frees.load(SeqCst) == 1
+    }
+
     /// Returns whether the background thread sleeps without a timeout, after a round that found nothing to do.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
-        self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0
+        self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0 && !self.has_frees()
     }
 
     #[cfg(not(shuttle))]
@@ -271,5 +292,26 @@ impl Worker {
     pub fn reset(&self) {
         self.begin_child();
         self.is_stopped.store(0, SeqCst);
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    /// Few freed objects must end a sleep without a timeout, once, and no other sleep. The next sleep without a timeout
+    /// must end at once. Many freed objects must end any sleep, also after few frees.
+    #[test]
+    fn few_frees_end_only_a_sleep_without_a_timeout() {
+        for (parked, wakes) in [(AWAKE, 0), (ASLEEP_WITH_TIMEOUT, 0), (ASLEEP, 1)] {
+            let worker = Worker::default();
+            worker.parked.store(parked, SeqCst);
+            (0..2).for_each(|_| worker.note_frees());
+            assert_eq!((worker.wake_count(), worker.has_frees()), (wakes, true), "{parked}");
+            worker.park(worker.wake_count(), None);
+            worker.parked.store(ASLEEP_WITH_TIMEOUT, SeqCst);
+            worker.notify();
+            assert_eq!(worker.wake_count(), wakes + 1, "{parked}");
+        }
     }
 }

@@ -193,15 +193,13 @@ impl<T: Movable> HandleInner<T> {
         self.notify_worker();
     }
 
-    /// Wakes the background thread to free retired objects, unless the used ratio of the cache is 0. A single waiting
-    /// value with a destructor wakes the thread, because it may own much memory. Other values wake the thread when
+    /// Tells the background thread that retired objects wait for readers, unless the used ratio of the cache is 0. A
+    /// single waiting value with a destructor is urgent, because it may own much memory. Other values are urgent when
     /// about as many objects wait as fit into a block.
     fn notify_worker(&self) {
         let objects = self.waiting.0.load(Relaxed);
-        let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
-        if is_worthwhile && self.engine.used_ratio.load(Relaxed) > 0 {
-            self.engine.shared.worker.notify();
-        }
+        let is_urgent = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
+        self.engine.note_free_for_worker(is_urgent);
     }
 
     /// Adds an object to the retire list in this thread's stock. Before that, frees retired objects in the stock whose

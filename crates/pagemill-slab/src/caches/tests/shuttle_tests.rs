@@ -279,6 +279,30 @@ fn no_wakeup_of_the_background_is_lost() {
     });
 }
 
+/// A few objects are freed at random times, while other work wakes the background thread. A round must begin after each
+/// free: the thread must not sleep without a timeout before that.
+#[test]
+fn each_free_is_followed_by_a_round() {
+    run_in_many_schedules(|| {
+        let worker = &slabs().worker;
+        worker.reset();
+        worker.start(slabs());
+        let other = shuttle::thread::spawn(|| {
+            yield_some_times(40);
+            slabs().worker.notify();
+        });
+        for _ in 0..3 {
+            yield_some_times(40);
+            worker.note_frees();
+            while worker.has_frees() {
+                shuttle::thread::yield_now();
+            }
+        }
+        other.join().unwrap();
+        stop_background();
+    });
+}
+
 /// A value without a destructor. After its removal, its object waits for readers in the stock of a thread.
 #[derive(Clone)]
 struct Plain {

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::*;
+use crate::alloc::stock::STOCK_RETIRED_CAPACITY;
 use crate::caches::tests::basics::{STUCK_AFTER, slabs_with_background};
 use crate::caches::tests::owner::{Behavior, ItemOwner, Items, cache_of};
 use crate::defrag::rounds::VisitResult;
@@ -101,6 +102,34 @@ fn background_frees_fragmented_memory() {
         assert!(worked > 0 && rested >= 19 * worked, "{worked} {rested}");
         assert!(stats::get(Counter::SlabBehindSteps) > 0);
         cache.engine().check_state();
+    }
+}
+
+/// While the background thread sleeps, fewer objects are freed than a block holds. After that the cache is used below
+/// its ratio, so the memory must return to the system without a further call.
+#[test]
+fn background_packs_after_few_frees() {
+    const BLOCKS: u64 = 4;
+    for use_huge in [true, false] {
+        let slabs = slabs(use_huge);
+        let cache = cache_of(slabs, with_ratio("few", 30));
+        let per_block = u64::from(cache.engine().shape.block_capacity());
+        // Items with parts below a limit are spread evenly over the slabs: 40 %, then 16 % of each slab.
+        let parts = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff;
+        let remove_where = |is_one: &dyn Fn(u64) -> bool| {
+            let ones = (0..BLOCKS * per_block).filter(|number| is_one(parts(*number)));
+            ones.inspect(|number| wait_until("an item", || cache.remove(*number))).count() as u64
+        };
+        (0..BLOCKS * per_block).for_each(|number| cache.add(number));
+        remove_where(&|part| part >= 102);
+        wait_for_sleep(slabs);
+        assert_eq!(u64::from(cache.info().unwrap().total.blocks), BLOCKS);
+        let freed = remove_where(&|part| (42..102).contains(&part));
+        assert!(freed < per_block, "{freed} of {per_block}");
+        wait_until("packing", || u64::from(cache.info().unwrap().total.blocks) < BLOCKS);
+        wait_for_sleep(slabs);
+        assert!(cache.info().unwrap().moved > 0);
+        cache.check_all();
     }
 }
 
@@ -230,27 +259,31 @@ fn background_drops_a_few_removed_values() {
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
-/// Values without a destructor are removed under a guard. After the guard is dropped, the memory of the values must be
-/// freed without a further call.
+/// Values without a destructor are removed under a guard: first most of them, then a few while the background thread
+/// sleeps. After the guard is dropped, the memory of the values must be freed without a further call.
 #[test]
 fn values_removed_under_a_guard_are_freed() {
     const VALUES: usize = 100_000;
+    const STOCKS: usize = 3 * STOCK_RETIRED_CAPACITY;
     for has_own_guard in [true, false] {
-        let cache = slabs(true).by_handle::<[u64; 24]>(Settings::new("read")).unwrap();
-        let handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number as u64; 24]).unwrap()).collect();
-        let remove =
-            || handles[VALUES / 10..].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
-        let guard = crate::enter();
-        if has_own_guard {
-            remove();
-        } else {
-            thread::scope(|scope| _ = scope.spawn(remove).join());
+        let slabs = slabs(true);
+        let cache = slabs.by_handle::<[u64; 24]>(Settings::new("read")).unwrap();
+        let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number as u64; 24]).unwrap()).collect();
+        for left in [VALUES / 10, VALUES / 20] {
+            let removed = handles.split_off(left);
+            let remove = || removed.iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
+            let guard = crate::enter();
+            if has_own_guard {
+                remove();
+            } else {
+                thread::scope(|scope| _ = scope.spawn(remove).join());
+            }
+            assert_eq!(cache.get(handles[7], &guard), Some(&[7; 24]));
+            drop(guard);
+            // The last removed values stay in the stocks of the threads.
+            wait_until("memory", || cache.info().unwrap().active <= (left + STOCKS) as u64);
+            wait_for_sleep(slabs);
         }
-        assert_eq!(cache.get(handles[7], &guard), Some(&[7; 24]));
-        drop(guard);
-        // Fewer objects than a block has do not wake the background thread.
-        let most = VALUES as u64 / 10 + 2 * u64::from(cache.engine().shape.block_capacity());
-        wait_until("memory", || cache.info().unwrap().active <= most);
     }
 }
 
