@@ -126,7 +126,12 @@ impl fmt::Display for Error {
                 )
             }
             Self::NoAddresses { wanted_bytes } => {
-                write!(f, "no address space left for {}", Bytes(*wanted_bytes))
+                write!(
+                    f,
+                    "no address space left for {}: the process has too many mappings (vm.max_map_count), \
+                     or a limit of addresses (ulimit -v)",
+                    Bytes(*wanted_bytes)
+                )
             }
             Self::TooMany { what, most } => {
                 write!(f, "the process has {most} {what}, the maximum: drop one, or share one")
@@ -144,6 +149,9 @@ impl fmt::Display for Error {
             Self::BadChunk { chunk_bytes } => {
                 let page = os_page_bytes();
                 write!(f, "chunks of {chunk_bytes} bytes are not a multiple of the page, {page} bytes")
+            }
+            Self::BadRange { addr, len_bytes: 0 } => {
+                write!(f, "the range that begins at {addr:#x} is empty, or ends before it begins")
             }
             Self::BadRange { addr, len_bytes } => {
                 let page = Bytes(os_page_bytes() as u64);

@@ -333,6 +333,30 @@ fn errors_of_the_store_are_reported() {
 /// Set in the child process of a test that compares counters, in which no other test runs.
 const COUNTS_ENV: &str = "VIEWS_COUNTS";
 
+/// More threads than the cache has pages access a view. A thread that finds all pages in use must wait for one: `SIGBUS`
+/// would end the process.
+#[test]
+fn threads_wait_for_a_page() {
+    let cache = cache(Box::new(Never), PAGE_BYTES);
+    let content = bytes(64 * PAGE_BYTES);
+    let file = cache.open(Arc::new(MemoryStore::new(content.clone(), PAGE_BYTES))).unwrap();
+    let view = file.view(0..content.len() as u64).unwrap();
+    thread::scope(|scope| {
+        for id in 0..4_usize {
+            let (view, content) = (&view, &content);
+            scope.spawn(move || {
+                for round in 0..3000 {
+                    let at = (round * 7919 + id * 31) % 64 * PAGE_BYTES + round % PAGE_BYTES;
+                    let mut found = [0];
+                    view.read_at(&mut found, at);
+                    assert_eq!(found, [content[at]], "thread {id}, round {round}");
+                }
+            });
+        }
+    });
+    assert!(view.take_error().is_none());
+}
+
 /// Runs a test again in a child process. Returns false in that process.
 fn is_run_in_child(test: &str) -> bool {
     if std::env::var(COUNTS_ENV).is_ok() {

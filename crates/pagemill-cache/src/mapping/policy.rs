@@ -38,8 +38,6 @@ pub struct Ask {
     /// For [`Cause::Write`] and [`Cause::Fault`]: bytes of the range that a huge folio would first have to read from the
     /// store, because the call does not write them.
     pub read_bytes: u64,
-    /// Bytes of new folios that fit below the cache's limit.
-    pub room_bytes: u64,
 }
 
 /// The decision of a policy about the folio size for a range.
@@ -99,9 +97,8 @@ const DENSE_FRACTION: (u64, u64) = (7, 8);
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
 /// half of the range that the folio covers, or if a large file is written sequentially. A small file, or one with
 /// scattered writes, gets small folios until its ranges are dense. So does a write to a range of which the store has
-/// other bytes, because a huge folio would first have to read them. An access through a writable view gets a huge folio
-/// if the file contains the whole range, and the whole file would fit below the cache's limit. So accesses to a few pages
-/// of a file that is larger than memory get small folios. The background thread splits huge folios that stay sparse.
+/// other bytes, because a huge folio would first have to read them. Accesses through a writable view get huge folios like
+/// sequential writes, never for their extent: a view covers more than its program may use.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
@@ -118,9 +115,8 @@ impl Policy for Auto {
             Cause::Write | Cause::Fault => {
                 let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_FILE_SPANS * ask.span_bytes;
-                let is_possible = ask.cause == Cause::Write
-                    || ask.size_bytes >= ask.offset + ask.span_bytes && ask.room_bytes >= ask.size_bytes;
-                let is_wanted = ask.wanted_bytes * 2 > ask.span_bytes && is_possible || is_sequential && is_large;
+                let is_wide = ask.cause == Cause::Write && ask.wanted_bytes * 2 > ask.span_bytes;
+                let is_wanted = is_wide || (is_sequential && is_large);
                 if is_wanted && ask.read_bytes == 0 { Choice::Huge } else { Choice::Small }
             }
         }
@@ -170,7 +166,6 @@ mod tests {
             size_bytes: 1000,
             sequential_bytes: 0,
             read_bytes: 0,
-            room_bytes: 100 * SPAN,
         };
         assert_eq!(Auto.choose(&ask), Choice::Small);
         assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
@@ -183,13 +178,9 @@ mod tests {
         assert_eq!(Auto.choose(&collapse), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);
         assert_eq!(Auto.choose(&Ask { cause: Cause::Read, ..ask }), Choice::Nothing);
-        let fault = Ask { cause: Cause::Fault, wanted_bytes: SPAN, size_bytes: SPAN, ..ask };
-        assert_eq!(Auto.choose(&fault), Choice::Huge);
-        assert_eq!(Auto.choose(&Ask { size_bytes: SPAN - 1, ..fault }), Choice::Small, "a range behind the end");
-        assert_eq!(Auto.choose(&Ask { size_bytes: 101 * SPAN, ..fault }), Choice::Small, "a file larger than the room");
-        let run = Ask { size_bytes: 101 * SPAN, sequential_bytes: SPAN, ..fault };
-        assert_eq!(Auto.choose(&run), Choice::Huge, "accesses in order");
-        assert_eq!(Auto.choose(&Ask { read_bytes: 1, ..fault }), Choice::Small, "bytes of the store");
-        assert_eq!(Auto.choose(&Ask { wanted_bytes: 4096, ..fault }), Choice::Small, "a view without writes");
+        let fault = Ask { cause: Cause::Fault, wanted_bytes: SPAN, size_bytes: 100 * SPAN, ..ask };
+        assert_eq!(Auto.choose(&fault), Choice::Small, "a scattered access");
+        assert_eq!(Auto.choose(&Ask { sequential_bytes: SPAN, ..fault }), Choice::Huge, "accesses in order");
+        assert_eq!(Auto.choose(&Ask { sequential_bytes: SPAN, read_bytes: 1, ..fault }), Choice::Small);
     }
 }

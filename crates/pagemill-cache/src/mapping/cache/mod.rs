@@ -536,12 +536,7 @@ impl Inner {
 
     /// Returns whether `bytes` more bytes would fit within the cache's limit.
     pub fn fits_limit(&self, bytes: u64) -> bool {
-        bytes <= self.room_bytes()
-    }
-
-    /// Returns how many bytes of new folios fit within the cache's limit.
-    pub fn room_bytes(&self) -> u64 {
-        self.limit_bytes.saturating_sub(self.charged_bytes.load(Relaxed))
+        self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
 
     /// Returns the first file with an id of `id` or more, and sets `id` to the next id after that file.

@@ -46,7 +46,6 @@ impl File {
             size_bytes: self.size_bytes(),
             sequential_bytes: 0,
             read_bytes: 0,
-            room_bytes: self.cache.room_bytes(),
         }
     }
 

@@ -7,8 +7,9 @@
 
 use super::pieces::Access;
 use super::window::Window;
+use crate::mapping::TimedWait;
 use pagemill_core::callback;
-use pagemill_core::error::Error;
+use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_sys::fault::Verdict;
 use pagemill_sys::mem;
@@ -36,7 +37,7 @@ pub(super) fn fill(window: &Window, addr: usize, access: Access) -> Verdict {
     }
     let fill = || {
         // A panic of a store or policy counts as a failure.
-        let result = callback::catch_panic(|| window.fill(window.page_at(addr), access));
+        let result = callback::catch_panic(|| fill_within_wait(window, window.page_at(addr), access));
         match result {
             Some(Ok(_)) => {
                 stats::add(Counter::ViewFills, 1);
@@ -56,6 +57,20 @@ pub(super) fn fill(window: &Window, addr: usize, access: Access) -> Verdict {
         Err(cause) => {
             window.error.with(|latest| *latest = Some(Error::System { doing: "mapping a stack", cause }));
             Verdict::Purged
+        }
+    }
+}
+
+/// As [`Window::fill`]. If other accesses use all pages of a cache that can evict, waits for a page as for a folio that
+/// is in use: an access cannot be repeated by the program, unlike a call.
+fn fill_within_wait(window: &Window, page: u64, access: Access) -> Result<u64> {
+    let mut timed_wait = TimedWait::new();
+    loop {
+        match window.fill(page, access) {
+            Err(error @ Error::NoMemory { .. }) if window.file.store.is_some() => {
+                timed_wait.wait().map_err(|_| error)?;
+            }
+            result => return result,
         }
     }
 }

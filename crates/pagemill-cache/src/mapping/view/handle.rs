@@ -20,8 +20,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 /// in the view at once, because both use the same memory. Other threads may change the bytes at any time, so they are
 /// copied, or accessed as atomic numbers, never borrowed.
 ///
-/// An access raises `SIGBUS` if the bytes lie behind the end of the file ([`Mapping::truncate`]), or if the store
-/// cannot read them; [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that
+/// An access raises `SIGBUS` if the bytes lie behind the end of the file ([`Mapping::truncate`]), if the store cannot
+/// read them, or if there is no memory for them: a page of a hole needs memory, too, and in a file without a store
+/// nothing can be evicted. [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that
 /// are not in memory fails with `EFAULT`; [`View::prefault`] prevents this.
 ///
 /// A view keeps its file open. A fork child does not have the memory of its parent's views. docs/from-memmap2.md
@@ -198,8 +199,10 @@ impl View {
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] if the range does not lie in the view or in the file. [`Error::System`] if the pages need
-    /// more mappings than views or the process may have. Otherwise see [`Mapping::pin`].
+    /// [`Error::PastEnd`] if the range does not lie in the view, or in the OS pages of the file. [`Error::BadRange`] if
+    /// it ends before it begins. [`Error::System`] if the pages need more mappings than views or the process may have.
+    /// [`Error::NoMemory`] if the range and other pages in use do not fit into the cache. Otherwise see
+    /// [`Mapping::pin`].
     pub fn prefault(&self, range: Range<usize>) -> Result<Prefaulted<'_>> {
         self.prefault_for(range, Access::Read)
     }
@@ -318,7 +321,10 @@ impl View {
     /// Returns the pages of the file in a range of the view.
     fn pages_of(&self, range: Range<usize>) -> Result<Range<u64>> {
         self.window.file.check(0, 0)?;
-        if range.start > range.end || range.end > self.window.len_bytes {
+        if range.start > range.end {
+            return Err(Error::BadRange { addr: range.start, len_bytes: 0 });
+        }
+        if range.end > self.window.len_bytes {
             return Err(Error::PastEnd { offset: range.end as u64, size_bytes: self.window.len_bytes as u64 });
         }
         Ok(self.window.pages_of(range))

@@ -56,7 +56,7 @@ impl Window {
         let len_bytes = len_bytes.checked_next_multiple_of(mem::os_page_bytes()).ok_or_else(no_addresses)?;
         let first_page = file.index_of(range.start);
         let count = (file.index_of(range.end - 1) + 1 - first_page) as usize;
-        let entries = Entries::new(count)?;
+        let entries = Entries::new(count).map_err(|_| no_addresses())?;
         let own_pages = match writes {
             Writes::Private => Some(OwnPages::new(&file, range.start, len_bytes, count)?),
             Writes::Refused | Writes::Shared => None,
