@@ -38,19 +38,19 @@ const MAX_STEPS: usize = 300_000;
 const RARE_RACE_FACTOR: usize = 20;
 
 /// Bytes of a page. Two pages make a huge folio.
-const PAGE: usize = BLOCK_BYTES / 2;
+pub(super) const PAGE: usize = BLOCK_BYTES / 2;
 /// Number of pages of a test file.
-const PAGES: u64 = 4;
+pub(super) const PAGES: u64 = 4;
 
 /// Number of bytes at the begin or end of a page that a test writes and checks.
-const SAMPLE_BYTES: usize = 8;
+pub(super) const SAMPLE_BYTES: usize = 8;
 
-fn random_below(count: usize) -> usize {
+pub(super) fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
 /// A policy that chooses small folios for some writes, so that there is something to collapse.
-struct RandomSmall;
+pub(super) struct RandomSmall;
 
 impl Policy for RandomSmall {
     fn choose(&self, ask: &Ask) -> Choice {
@@ -66,19 +66,23 @@ fn cache_of_limit(limit_bytes: u64) -> PageCache {
     cache_with(limit_bytes, Writeback::default(), None)
 }
 
-fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>) -> PageCache {
+/// Returns the page caches of all tests.
+pub(super) fn model_caches() -> &'static Caches {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
-    let caches = CACHES.get_or_init(|| {
+    CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
         let account = Account::make(UNLIMITED).unwrap();
         let arena = arena::place(Arena::new(layout, account).unwrap()).unwrap();
         let helper = arena::place(Helper::new(account)).unwrap();
         let forests = arena::place(OneForest::default()).unwrap();
         arena::place(Caches::new(arena, helper, forests)).unwrap()
-    });
+    })
+}
+
+fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
     let settings = PageCache::builder("model").limit(limit_bytes);
-    settings.page(page).policy(RandomSmall).writeback(writeback).timeout(timeout).build_in(caches).unwrap()
+    settings.page(page).policy(RandomSmall).writeback(writeback).timeout(timeout).build_in(model_caches()).unwrap()
 }
 
 /// A test file, and the byte that is written to all of its pages.
@@ -260,7 +264,7 @@ fn run_two_threads(first: usize, then: usize) {
 ///
 /// One test runs at a time. All tests share one arena, and under shuttle the locks of the arena work only between
 /// threads of one test. A thread that waits for a thread that the system has preempted would make any number of steps.
-fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
+pub(super) fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _exclusive = TEST_LOCK.lock();
     let runs: usize =
@@ -462,7 +466,7 @@ fn reads_during_appends() {
 }
 
 /// A store in which all bytes are equal. Writes must contain only that byte and zeros.
-struct ConstantStore(u8);
+pub(super) struct ConstantStore(pub(super) u8);
 
 impl Store for ConstantStore {
     fn size_bytes(&self) -> std::io::Result<u64> {

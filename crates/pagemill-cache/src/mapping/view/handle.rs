@@ -48,7 +48,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct View {
-    window: Arc<Window>,
+    pub(super) window: Arc<Window>,
     /// Keeps the file open.
     file: Mapping,
 }

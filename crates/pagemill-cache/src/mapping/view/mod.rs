@@ -30,6 +30,8 @@ mod locked;
 mod pieces;
 mod private;
 pub(crate) mod registry;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
 mod window;
 
 use crate::folio::word::{State, Word};

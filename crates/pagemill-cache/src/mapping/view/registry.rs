@@ -6,11 +6,15 @@ use super::window::{Window, Writes};
 use super::{entry, fill};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::pause;
+#[cfg(shuttle)]
+use pagemill_core::sync::{AtomicU32, AtomicUsize};
 use pagemill_sys::fault::{self, Fault, Verdict};
-use pagemill_sys::thread;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicPtr, Ordering::Relaxed, Ordering::SeqCst};
+#[cfg(not(shuttle))]
+use std::sync::atomic::{AtomicU32, AtomicUsize};
 
 /// Maximum number of views of a process.
 const MAX_VIEWS: usize = 256;
@@ -58,7 +62,7 @@ pub(super) fn remove(window: &Arc<Window>) {
     let Some(slot) = SLOTS.iter().find(|slot| is_own(slot)) else { return };
     slot.end.store(0, SeqCst);
     while slot.users.load(SeqCst) > 0 {
-        thread::pause();
+        pause();
     }
     slot.window.store(ptr::null_mut(), SeqCst);
     slot.is_taken.store(0, SeqCst);
