@@ -277,6 +277,31 @@ fn accesses_race_with_an_eviction() {
     race(true, |file| is_fine(file.dont_need(0, FILE_BYTES)));
 }
 
+/// A page is evicted while a thread handles a fault there, and its memory gets a page of another file. The thread must not
+/// map that page: unlike a removal, an eviction looks for mappings before it removes the page.
+#[test]
+fn a_reused_page_is_not_mapped() {
+    const RUNS_FACTOR: usize = 20;
+    run_in_many_schedules(RUNS_FACTOR, || {
+        let cache = cache(10 * PAGE as u64);
+        let stored = cache.open(Arc::new(ConstantStore(1))).unwrap();
+        let (view, other) = (stored.view(0..FILE_BYTES).unwrap(), cache.open(Arc::new(ConstantStore(2))).unwrap());
+        let file = Arc::new(stored);
+        file.read_at(&mut [0], 0).unwrap();
+        let evicted = file.clone();
+        let evicter = shuttle::thread::spawn(move || {
+            is_fine(evicted.dont_need(0, FILE_BYTES));
+            is_fine(other.read_at(&mut [0], 0));
+            other
+        });
+        let found = access(&view, 0, Access::Read, sample);
+        let other = evicter.join().unwrap();
+        assert_eq!(found, Some([1; SAMPLE_BYTES]));
+        assert_eq!(access(&view, 0, Access::Read, sample), found, "a page of another file is mapped");
+        drop((view, other));
+    });
+}
+
 #[test]
 fn accesses_race_with_a_removal() {
     race(false, |file| is_fine(file.punch_hole(PAGE as u64, PAGE as u64)));
