@@ -8,6 +8,7 @@ mod bench;
 mod caches;
 mod columns;
 mod doctor;
+mod drop_caches;
 mod elf;
 mod kernel_limit;
 mod limit;
@@ -72,6 +73,8 @@ enum Command {
     Trim(trim::Trim),
     /// Print all counters as text for monitoring systems, serve them over HTTP, or write them to a file.
     Metrics(metrics::Metrics),
+    /// Make a process drop clean pages of its page caches and shrink its slab caches, and show how much it returned.
+    DropCaches(drop_caches::DropCaches),
     /// List the volatile ranges of a running process: their state, purged bytes and age.
     Vranges(vranges::Vranges),
     /// Show the slab caches of running processes and their free memory; shrink the caches, or set their ratios.
@@ -145,6 +148,7 @@ fn main() -> ExitCode {
         Command::Vmstat(vmstat) => vmstat.main(),
         Command::Trim(trim) => trim.main(),
         Command::Metrics(metrics) => metrics.main(),
+        Command::DropCaches(drop_caches) => drop_caches.main(),
         Command::Vranges(vranges) => vranges.main(),
         Command::Slabinfo(slabinfo) => slabinfo.main(),
         Command::Mount(mount) => mount.main(),

@@ -56,6 +56,7 @@ fn program() {
     let pin = table.pin(0).unwrap();
     print_usage_and_wait(&[&tiles, &rows]);
     drop((large, pin));
+    table.sync().unwrap();
     print_usage_and_wait(&[&tiles, &rows]);
     drop((little, tiles));
     print_usage_and_wait(&[&rows]);
@@ -201,6 +202,35 @@ fn a_stopped_process_is_shown_with_published_sums() {
     );
     holder.continue_process();
     assert_cache_rows_add_up(&meminfo_until_answered(&place, &holder));
+    holder.end();
+}
+
+/// `drop-caches pages` must evict the clean pages of a file with a store, return their memory, and keep the pages of
+/// files in memory only. `slabs` must drop no pages.
+#[test]
+fn clean_pages_are_dropped_on_request() {
+    let place = TestFolder::new();
+    let mut holder = start(&place);
+    holder.run_next_step();
+    let dropped = |which: &str| -> Value {
+        serde_json::from_str(&command_output(&place, &holder, "drop-caches", &[which, "--json"])).unwrap()
+    };
+    let held = || {
+        let info = meminfo_until_answered(&place, &holder);
+        [0, 1].map(|cache| ["huge", "small", "locked"].map(|kind| number(&info["caches"][cache], kind)))
+    };
+    let before = held();
+    assert_eq!(before[1].iter().sum::<u64>(), MIB);
+    assert_eq!(number(&dropped("slabs"), "pages"), 0);
+    assert_eq!(held(), before);
+    let pages = dropped("pages");
+    assert!(number(&pages, "pages") >= BLOCK_BYTES as u64 && number(&pages, "slabs") == 0, "{pages}");
+    assert_eq!(held(), [before[0], [0; 3]]);
+    assert!(command_output(&place, &holder, "drop-caches", &[]).contains(" of pages and "));
+    let mut command = place.command(PAGEMILL);
+    command.args(["drop-caches", "1073741824"]);
+    let none = finish(command, TIMEOUT);
+    assert!(none.code() == 2 && none.err.contains("there is no process"), "{}", none.err);
     holder.end();
 }
 

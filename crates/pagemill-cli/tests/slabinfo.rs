@@ -177,6 +177,30 @@ fn caches_are_shrunk() {
     place.assert_no_files_left();
 }
 
+/// Moves between memory nodes must reach the process. A node or a cache that does not exist, and a cache whose objects
+/// stay where they are, must be refused. This machine may have one node only, so no object needs to move.
+#[test]
+fn moves_between_nodes_are_requested() {
+    let place = TestFolder::new();
+    let holder = start(&place);
+    let pid = holder.pid().to_string();
+    let moved = list(&place, &holder, &["--move", "entries", "--from", "0", "--to", "0"]);
+    assert_eq!(moved["moved"], json!([{"name": "entries", "moved": 0, "error": null}]));
+    assert!(show(&place, &holder, &["--balance", "nodes"]).ends_with(" objects moved\n"));
+    let run = |options: &[&str]| finish(slabinfo(&place, &[&[pid.as_str()], options].concat()), TIMEOUT);
+    assert_refused(
+        &run(&["--move", "entries", "--from", "0", "--to", "999"]),
+        "has no memory node 999; the last one is",
+    );
+    assert_refused(&run(&["--balance", "else"]), "has no slab cache else");
+    assert_refused(&run(&["--move", "entries", "--from", "0"]), "--to <NODE>");
+    assert_refused(&run(&["--move", "entries", "--balance", "nodes"]), "cannot be used with");
+    let fixed = run(&["--balance", "boxes"]);
+    assert!(fixed.code() == 1 && fixed.out.contains("boxes: not done: its objects stay"), "{}{}", fixed.out, fixed.err);
+    assert_eq!(holder.end(), [1]);
+    place.assert_no_files_left();
+}
+
 /// Sends a command for a slab cache to a process, as `pagemill slabinfo` does.
 fn send_command(figures: &FigurePath, identity: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
     listing::command(figures, identity, ControlCommand::Slab { action, cache }, || false)

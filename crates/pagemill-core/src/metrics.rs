@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(name(Counter::SlabBehindNs), "pagemill_slab_behind_seconds");
         assert_eq!(name(Counter::MeasuredAt), "pagemill_measured_at_timestamp_seconds");
         for name in names {
-            assert_eq!(name.matches("bytes").count() + name.matches("seconds").count() <= 1, true, "{name}");
+            assert!(name.matches("bytes").count() + name.matches("seconds").count() <= 1, "{name}");
             assert!(
                 !["_total", "_info", "_count", "_sum", "_bucket", "_created"].iter().any(|end| name.ends_with(end))
             );

@@ -97,6 +97,8 @@ impl FiguresReader {
     pub fn figures(&mut self, mut processes: Vec<Process>) -> Vec<(Key, Snapshot)> {
         if self.measured.is_none_or(|measured| measured.elapsed() >= MEASURE_INTERVAL) {
             self.measured = Some(Instant::now());
+            // Files of killed processes would make each reading of the folders slower.
+            published::sweep();
             self.measure(&mut processes);
         }
         processes.into_iter().filter_map(sum_of_instances).collect()

@@ -95,6 +95,66 @@ pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interru
     run_commands(process, &commands, text, interrupt)
 }
 
+/// Moves objects of all slab caches with this name between memory nodes, as `action` says.
+pub fn move_between_nodes(
+    options: &Slabinfo,
+    process: &Process,
+    name: &str,
+    action: Action,
+    interrupt: &Interrupt,
+) -> ExitCode {
+    let named = match process.caches_named(name) {
+        Ok(named) => named,
+        Err(message) => return fail(2, &message),
+    };
+    if let Action::Move { from, to } = action {
+        let nodes = named.iter().map(|cache| cache.info.nodes.len()).min().unwrap_or(0);
+        if let Some(wrong) = [from, to].into_iter().find(|node| usize::from(*node) >= nodes) {
+            let last = nodes.saturating_sub(1);
+            return fail(2, &format!("process {} has no memory node {wrong}; the last one is {last}", process.pid()));
+        }
+    }
+    let commands: Vec<(&Cache, Action)> = named.into_iter().map(|cache| (cache, action)).collect();
+    let text = |results: &[CommandResult]| {
+        if options.json {
+            let rows = results.iter().map(|CommandResult { name, outcome }| {
+                json!({"name": name, "moved": outcome.shrunk.moved, "error": failure_text(outcome.errno)})
+            });
+            return process.json(json!({"moved": rows.collect::<Vec<_>>()}));
+        }
+        let rows = results.iter().map(|CommandResult { name, outcome }| match failure_text(outcome.errno) {
+            Some(why) => format!("  {name}: not done: {why}\n"),
+            None => format!("  {name}: {} objects moved\n", outcome.shrunk.moved),
+        });
+        process.title() + &rows.collect::<String>()
+    };
+    run_commands(process, &commands, text, interrupt)
+}
+
+/// Shrinks all slab caches of a process. Returns the bytes freed.
+///
+/// # Errors
+///
+/// A message that names the first cache that was not shrunk; `None` if a signal interrupted the wait.
+pub fn shrink_caches(process: &Process, interrupt: &Interrupt) -> Result<u64, Option<String>> {
+    let commands: Vec<(&Cache, Action)> = process.caches.iter().map(|cache| (cache, Action::Shrink)).collect();
+    let (results, error) = send_commands(process, &commands, interrupt);
+    match error {
+        None => {}
+        Some(Unanswered::Stopped) => return Err(None),
+        Some(error) => {
+            let name = commands[results.len()..].first().map_or("", |(cache, _)| &*cache.info.name);
+            return Err(Some(format!("{name}: {}", unanswered_message(&process.found, &error))));
+        }
+    }
+    // A cache that was dropped meanwhile has no memory left.
+    let refused = results.iter().filter(|result| result.outcome.errno != libc::ENOENT);
+    match refused.into_iter().find_map(|result| Some((&result.name, failure_text(result.outcome.errno)?))) {
+        Some((name, why)) => Err(Some(format!("{name}: {why}"))),
+        None => Ok(total_freed_bytes(&results)),
+    }
+}
+
 fn total_freed_bytes(results: &[CommandResult]) -> u64 {
     results.iter().fold(0, |sum, result| sum.saturating_add(result.outcome.shrunk.freed_bytes))
 }

@@ -9,7 +9,7 @@ pub mod table;
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
 use pagemill_core::Error;
-use pagemill_core::listing::Unanswered;
+use pagemill_core::listing::{Action, Unanswered};
 use pagemill_core::published;
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_slab::{SlabInfo, SlabKind};
@@ -41,10 +41,12 @@ Examples:
   pagemill slabinfo 123 -s=entries                shrink one cache
   pagemill slabinfo 123 --set-ratio entries=50    empty slabs that are less than
                                                   half full
+  pagemill slabinfo 123 --move entries --from 0 --to 1
+  pagemill slabinfo 123 --balance entries         as many objects on each node
 
 The process executes these commands itself. If one takes longer than 2 seconds,
-it continues after the answer. -s and the ratios call the program's own code that
-moves objects, in a thread of the process. Only the user of the process may use
+it continues after the answer. -s, --move, --balance and the ratios call the
+program's own code that moves objects, in a thread of the process. Only the user of the process may use
 them; root uses `setpriv --reuid=USER`.";
 
 #[derive(clap::Args)]
@@ -74,6 +76,18 @@ pub struct Slabinfo {
     /// Set for a cache of PID how often, in percent, free objects of another memory node are used instead of a new slab.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_remote_ratio: Vec<(String, u32)>,
+    /// Move all objects of the caches of PID with this name from one memory node to another.
+    #[arg(long = "move", value_name = "NAME", requires_all = ["pid", "from", "to"], conflicts_with_all = ["report", "shrink", "set_ratio", "set_remote_ratio"])]
+    move_objects: Option<String>,
+    /// The memory node from which --move moves the objects.
+    #[arg(long, value_name = "NODE", requires = "move_objects")]
+    from: Option<u16>,
+    /// The memory node to which --move moves the objects.
+    #[arg(long, value_name = "NODE", requires = "move_objects")]
+    to: Option<u16>,
+    /// Move objects of the caches of PID with this name from memory nodes that have more than the average to others.
+    #[arg(long, value_name = "NAME", requires = "pid", conflicts_with_all = ["report", "shrink", "set_ratio", "set_remote_ratio", "move_objects"])]
+    balance: Option<String>,
     /// Show whole names, exact numbers and long units, so the table can be wide.
     #[arg(short, long, conflicts_with = "report")]
     verbose: bool,
@@ -215,6 +229,20 @@ fn all_processes(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unan
     Ok((processes, status))
 }
 
+/// Shrinks all slab caches of a process. Returns the bytes freed.
+///
+/// # Errors
+///
+/// A message; `None` if a signal interrupted the wait.
+pub fn shrink_all(found: Vec<(Path, Snapshot)>, interrupt: &Interrupt) -> Result<u64, Option<String>> {
+    let (process, error) = request_slab_caches(vec![found], interrupt).remove(0);
+    match error {
+        None => control::shrink_caches(&process, interrupt),
+        Some(Unanswered::Stopped) => Err(None),
+        Some(error) => Err(Some(unanswered_message(&process.found, &error))),
+    }
+}
+
 impl Slabinfo {
     pub fn main(&self) -> ExitCode {
         if let Some(message) = self.argument_error() {
@@ -244,6 +272,12 @@ impl Slabinfo {
         }
         if let Some(name) = &self.shrink {
             return control::shrink(self, &process, name.as_deref(), interrupt);
+        }
+        if let (Some(name), Some(from), Some(to)) = (&self.move_objects, self.from, self.to) {
+            return control::move_between_nodes(self, &process, name, Action::Move { from, to }, interrupt);
+        }
+        if let Some(name) = &self.balance {
+            return control::move_between_nodes(self, &process, name, Action::Balance, interrupt);
         }
         if !self.set_ratio.is_empty() || !self.set_remote_ratio.is_empty() {
             return control::set_ratios(self, &process, interrupt);

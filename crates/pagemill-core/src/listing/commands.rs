@@ -5,8 +5,10 @@
 //! ```text
 //!    0  u64  magic pm-ordr1
 //!    8  u32  request id
-//!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory
-//!   16  u32  percent, for actions 2 and 3; else 0
+//!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory, 5 move to another
+//!            memory node, 6 balance memory nodes, 7 drop contents
+//!   16  u32  percent, for actions 2 and 3; for action 5 the source node in the low half, the target node in the high
+//!            half; else 0
 //!   20  u32  set to 1 by the process when it accepts the command
 //!   24  u64  number of the cache; for action 4 the bytes to return
 //! ```
@@ -32,6 +34,10 @@ pub enum Action {
     SetUsedRatio(u32),
     /// Sets the cache's setting `remote_node_defrag_ratio`, in percent.
     SetRemoteRatio(u32),
+    /// Moves the cache's objects from one memory node to another.
+    Move { from: u16, to: u16 },
+    /// Moves objects from memory nodes with more objects than the average to nodes with fewer.
+    Balance,
 }
 
 /// A command that one process sends to another process of the same user.
@@ -56,6 +62,8 @@ pub enum ControlCommand {
     Slab { action: Action, cache: u64 },
     /// Returns about this many bytes of free memory to the system.
     Trim { want_bytes: u64 },
+    /// Drops contents that can be read again, such as clean pages of cached files, and returns their memory.
+    DropContents,
 }
 
 /// The outcome of a [`ControlCommand`], which the process that executed the command reports.
@@ -100,30 +108,37 @@ impl ControlCommand {
         match self {
             Self::Slab { cache, .. } => cache,
             Self::Trim { want_bytes } => want_bytes,
+            Self::DropContents => 0,
         }
     }
 
     /// Returns the command in the format of the module documentation, with the request id `number`.
     pub(super) fn to_bytes(self, number: u32) -> [u8; Self::LEN] {
-        let (action, percent) = match self {
+        let (action, detail) = match self {
             Self::Slab { action: Action::Shrink, .. } => (1, 0),
             Self::Slab { action: Action::SetUsedRatio(percent), .. } => (2, percent),
             Self::Slab { action: Action::SetRemoteRatio(percent), .. } => (3, percent),
             Self::Trim { .. } => (4, 0),
+            Self::Slab { action: Action::Move { from, to }, .. } => (5, u32::from(from) | u32::from(to) << 16),
+            Self::Slab { action: Action::Balance, .. } => (6, 0),
+            Self::DropContents => (7, 0),
         };
-        bytes_of([MAGIC, word_of(number, action), word_of(percent, 0), self.target()])
+        bytes_of([MAGIC, word_of(number, action), word_of(detail, 0), self.target()])
     }
 
     /// Parses a command. Returns `None` if the command is invalid, was accepted before, or has a request id other than
     /// `number`.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
-        let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
+        let (detail, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
         let command = match u32_at(bytes, 12) {
             1 => slab(Action::Shrink),
-            2 => slab(Action::SetUsedRatio(percent)),
-            3 => slab(Action::SetRemoteRatio(percent)),
+            2 => slab(Action::SetUsedRatio(detail)),
+            3 => slab(Action::SetRemoteRatio(detail)),
             4 => Self::Trim { want_bytes: of },
+            5 => slab(Action::Move { from: detail as u16, to: (detail >> 16) as u16 }),
+            6 => slab(Action::Balance),
+            7 => Self::DropContents,
             _ => return None,
         };
         let is_command =
@@ -172,8 +187,14 @@ mod tests {
     /// rejected.
     #[test]
     fn commands_are_read_as_written() {
-        let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
-        for action in actions {
+        let actions = [
+            Action::Shrink,
+            Action::SetUsedRatio(100),
+            Action::SetRemoteRatio(7),
+            Action::Move { from: 3, to: u16::MAX },
+            Action::Balance,
+        ];
+        for action in actions.map(Some).into_iter().chain([None]) {
             for of in [0, 9, u64::MAX] {
                 let slab = |action| ControlCommand::Slab { action, cache: of };
                 let command = action.map_or(ControlCommand::Trim { want_bytes: of }, slab);

@@ -72,8 +72,10 @@ impl ControlEndpoint {
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
         let pending = PendingCommand { file, number, command };
         match command {
-            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(pending),
-            ControlCommand::Slab { .. } => self.execute(&pending),
+            ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
+                self.execute(&pending)
+            }
+            _ => self.enqueue(pending),
         }
     }
 
@@ -120,6 +122,10 @@ impl ControlEndpoint {
             ControlCommand::Trim { want_bytes } => {
                 let shrunk = ShrinkReport { freed_bytes: self.give_back(want_bytes), ..ShrinkReport::default() };
                 return Outcome { of: want_bytes, shrunk, errno: 0 };
+            }
+            ControlCommand::DropContents => {
+                let shrunk = ShrinkReport { freed_bytes: self.account.drop_contents(), ..ShrinkReport::default() };
+                return Outcome { of: 0, shrunk, errno: 0 };
             }
         };
         let Some(slabs) = self.slabs.get() else { return Outcome::failed(command, ENOSYS) };

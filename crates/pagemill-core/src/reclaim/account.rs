@@ -67,6 +67,9 @@ const KEPT_FREE_DIVISOR: u64 = 16;
 /// Free memory above the resident bytes divided by this number, plus one block, is returned even if it is not cold.
 const MAX_FREE_DIVISOR: u64 = 3;
 
+/// Number of bytes that one step of [`Account::drop_contents`] wants.
+const DROP_STEP_BYTES: u64 = 32 << 20;
+
 /// The account of one process: its charge, its limits, and the shrinkers that can give memory back.
 ///
 /// ```
@@ -354,6 +357,22 @@ impl Account {
         let [cheap, rest] = [Urgency::Request, Urgency::Split]
             .map(|urgency| self.give_back(u64::MAX, Context::Outside, urgency, Reason::Program));
         cheap.saturating_add(rest)
+    }
+
+    /// Drops contents that can be read again, such as clean pages of cached files, and returns their memory. At most as
+    /// much as this process holds is dropped, because the program may read meanwhile. Returns the bytes that the kernel
+    /// took back.
+    pub fn drop_contents(&self) -> u64 {
+        stats::add(Counter::PurgeRequests, 1);
+        let (most, mut freed, mut failures) = (self.resident(), 0_u64, 0);
+        // A step that evicts less than it wants leaves the evicted memory to the next step, which frees it.
+        while freed < most && failures < 2 {
+            let given = self.owners.give_contents(DROP_STEP_BYTES);
+            freed = freed.saturating_add(given);
+            failures = if given == 0 { failures + 1 } else { 0 };
+        }
+        Reason::Program.record(most, freed);
+        freed
     }
 
     /// Offers up to `want_bytes` of free memory to the kernel (`MADV_FREE`), in case memory runs short before this

@@ -250,6 +250,17 @@ impl Owners {
         self.collect(want_bytes, context, |owner, left| owner.give(left, urgency))
     }
 
+    /// Makes the owners whose memory has contents that can be read again give back `want_bytes`. Returns the bytes
+    /// freed, as the owners report them.
+    pub fn give_contents(&self, want_bytes: u64) -> u64 {
+        let first = Cost::Contents as usize * 2 * SLOTS_PER_COST;
+        let owners = &self.slots[first..first + 2 * SLOTS_PER_COST];
+        owners.iter().fold(0, |given: u64, owner| match want_bytes.saturating_sub(given) {
+            0 => given,
+            left => given.saturating_add(owner.give(left, Urgency::Limit)),
+        })
+    }
+
     /// Makes the owners give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
         self.collect(want_bytes, context, |owner, left| owner.give_aged(left, age))

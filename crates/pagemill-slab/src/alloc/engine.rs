@@ -26,7 +26,7 @@ use crate::alloc::thread_slots::{MAX_THREADS, WORD_BITS, ensure_slot, own_offset
 use crate::cache::SlabKind;
 use crate::defrag::isolating::assert_not_isolating;
 use crate::defrag::passes::Passes;
-use crate::defrag::worker::ShrinkRequest;
+use crate::defrag::worker::WorkRequest;
 use crate::read::batch::Batch;
 use crate::read::handles::HandleTable;
 use pagemill_core::arena::Arena;
@@ -129,7 +129,7 @@ pub(crate) struct Engine {
     pub passes: Passes,
     /// Set when a callback panicked on the background thread, which skips the cache from then on.
     pub has_panicked: AtomicBool,
-    pub shrink_request: Guarded<ShrinkRequest>,
+    pub work_request: Guarded<WorkRequest>,
     /// Set when the user drops the cache. Requests of other processes for the cache then fail.
     pub is_unregistered: AtomicBool,
     pub counts: Counts,
@@ -203,7 +203,7 @@ impl Engine {
             batches: Guarded::new(VecDeque::new()),
             passes: Passes::new(),
             has_panicked: AtomicBool::new(false),
-            shrink_request: Guarded::new(ShrinkRequest::None),
+            work_request: Guarded::new(WorkRequest::None),
             is_unregistered: AtomicBool::new(false),
             counts: Counts::default(),
             shape,

@@ -1,9 +1,8 @@
-//! Rounds of the background thread, which defragments caches in steps and carries out shrinks that another process
-//! requests.
+//! Rounds of the background thread, which defragments caches in steps and does work that another process requests.
 //!
 //! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
 //! cache, and a visit runs a step if a slab or block can be emptied. When a round finds nothing to do, the thread
-//! sleeps until objects are freed or a shrink is requested. If only a few objects were freed, the thread first waits for
+//! sleeps until objects are freed or work is requested. If only a few objects were freed, the thread first waits for
 //! further frees. So each free is followed by a round, but few frees cause at most one round per second. Between visits
 //! the thread *rests*, so that its processor time is bounded.
 //!
@@ -23,7 +22,9 @@ use crate::alloc::engine::Engine;
 use crate::cache::{Cache, SlabKind};
 use crate::caches::Slabs;
 use crate::defrag::steps;
-use crate::defrag::worker::{MAX_RETRY_DELAY, MIN_REST_NS, MIN_RETRY_DELAY, ShrinkRequest, Worker, set_worker};
+use crate::defrag::worker::{
+    MAX_RETRY_DELAY, MIN_REST_NS, MIN_RETRY_DELAY, RequestedWork, WorkRequest, Worker, set_worker,
+};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed};
@@ -66,9 +67,8 @@ pub(crate) enum VisitResult {
     Waiting,
     /// A step of defragmentation was run.
     StepRun,
-    /// A requested shrink was carried out. The thread does not rest for the processor time of a shrink, because shrinks
-    /// are urgent.
-    ShrinkRequest,
+    /// Requested work was carried out. The thread does not rest for its processor time, because requests are urgent.
+    Requested,
 }
 
 #[cfg(not(shuttle))]
@@ -109,20 +109,20 @@ impl Worker {
         }
     }
 
-    /// Asks the background thread to shrink a cache, and waits for the result, however long callbacks take. Returns by
-    /// how many bytes the memory charged for the cache fell.
+    /// Asks the background thread to do work on a cache, and waits for the result, however long callbacks take. Returns
+    /// the bytes freed.
     ///
     /// # Errors
     ///
-    /// As the cache's own `shrink`. [`Error::Busy`] if the background thread does not run, another request for the
-    /// cache is pending, or the cache is dropped before the shrink begins.
+    /// As [`run_work`]. [`Error::Busy`] if the background thread does not run, another request for the cache
+    /// is pending, or the cache is dropped before the work begins.
     #[cfg_attr(not(feature = "control"), allow(dead_code))]
-    pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
-        let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
-        let is_first = engine.shrink_request.with(|request| {
-            let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
+    pub fn request(&self, engine: &Engine, work: RequestedWork) -> Result<u64> {
+        let none = || Error::Busy { what: "the background thread does not accept a request for this slab cache" };
+        let is_first = engine.work_request.with(|request| {
+            let is_first = matches!(request, WorkRequest::None) && self.is_started.load(SeqCst) == 1;
             if is_first {
-                *request = ShrinkRequest::Wanted;
+                *request = WorkRequest::Wanted(work);
             }
             is_first
         });
@@ -133,9 +133,9 @@ impl Worker {
         let mut backoff = Backoff::new();
         loop {
             let is_over = self.is_stopped() || self.is_started.load(SeqCst) == 0 || engine.is_unregistered.load(SeqCst);
-            let done = engine.shrink_request.with(|request| match std::mem::take(request) {
-                ShrinkRequest::Done(freed) => Some(freed),
-                ShrinkRequest::Wanted if is_over => Some(Err(none())),
+            let done = engine.work_request.with(|request| match std::mem::take(request) {
+                WorkRequest::Done(freed) => Some(freed),
+                WorkRequest::Wanted(_) if is_over => Some(Err(none())),
                 other => {
                     *request = other;
                     None
@@ -162,7 +162,7 @@ impl Worker {
             let found = self.run_round(slabs, &mut rest_due_ns);
             self.rest(std::mem::take(&mut rest_due_ns).max(MIN_REST_NS), seen);
             match found {
-                VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
+                VisitResult::StepRun | VisitResult::Requested => pause = MIN_RETRY_DELAY,
                 VisitResult::Waiting => {
                     self.park(seen, Some(pause));
                     pause = (2 * pause).min(MAX_RETRY_DELAY);
@@ -188,12 +188,12 @@ impl Worker {
         for at in (0..slabs.cache_count()).rev() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let done = self.visit(slabs, at);
-            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *rest_due_ns);
+            let owes = (!matches!(done, Some(Ok(VisitResult::Requested)))).then_some(&mut *rest_due_ns);
             self.note_cpu_time(before_ns, owes);
             if let Some(done) = done {
                 stats::add(
                     Counter::SlabBehindSteps,
-                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::ShrinkRequest))),
+                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::Requested))),
                 );
                 found = found.max(done.unwrap_or(VisitResult::Waiting));
             }
@@ -248,9 +248,9 @@ impl Worker {
                 std::mem::forget(panic);
                 let engine = cache.engine();
                 engine.has_panicked.store(true, Relaxed);
-                engine.shrink_request.with(|request| {
-                    if matches!(request, ShrinkRequest::Taken) {
-                        *request = ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(
+                engine.work_request.with(|request| {
+                    if matches!(request, WorkRequest::Taken) {
+                        *request = WorkRequest::Done(Err(Error::system("a request, in code of the program")(
                             std::io::Error::from_raw_os_error(libc::ECANCELED),
                         )));
                     }
@@ -290,14 +290,29 @@ impl pagemill_sys::thread::Work for Slabs {
     }
 }
 
-/// The background thread's visit to a cache: carries out a requested shrink, if there is one. Otherwise frees retired
+/// Does requested work on a cache. Returns the bytes freed, which are 0 for moves between memory nodes.
+///
+/// # Errors
+///
+/// As the cache's own `shrink`, `move_objects` and `balance`.
+fn run_work(cache: &dyn Cache, work: RequestedWork) -> Result<u64> {
+    match work {
+        RequestedWork::Shrink => cache.shrink(),
+        RequestedWork::Move { from, to } => cache.move_objects(from, to, u64::MAX).map(|_| 0),
+        RequestedWork::Balance => cache.balance().map(|_| 0),
+    }
+}
+
+/// The background thread's visit to a cache: does requested work, if there is some. Otherwise frees retired
 /// objects whose readers have finished, and runs a step of defragmentation if a slab or block can be emptied.
 fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     let engine = cache.engine();
-    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::begin_if_wanted) {
-        let freed = cache.shrink();
-        engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
-        return Ok(VisitResult::ShrinkRequest);
+    if engine.check_generation().is_ok()
+        && let Some(work) = engine.work_request.with(WorkRequest::begin_if_wanted)
+    {
+        let freed = run_work(cache, work);
+        engine.work_request.with(|request| *request = WorkRequest::Done(freed));
+        return Ok(VisitResult::Requested);
     }
     let is_wanted = cache.kind() != SlabKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
     if !is_wanted || engine.check_generation().is_err() {

@@ -44,27 +44,37 @@ const AWAKE: u32 = 0;
 const ASLEEP_WITH_TIMEOUT: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// State of the shrink of a slab cache that another process requests.
+/// Work on a slab cache that another process requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RequestedWork {
+    Shrink,
+    /// Move all objects of one memory node to another.
+    Move {
+        from: usize,
+        to: usize,
+    },
+    Balance,
+}
+
+/// State of the work on a slab cache that another process requests.
 #[derive(Debug, Default)]
-pub(crate) enum ShrinkRequest {
+pub(crate) enum WorkRequest {
     #[default]
     None,
-    /// A shrink was requested and has not begun.
-    Wanted,
-    /// The shrink is in progress.
+    /// The work was requested and has not begun.
+    Wanted(RequestedWork),
+    /// The work is in progress.
     Taken,
-    /// Result of the shrink, which the requesting thread takes.
+    /// Number of bytes freed, which the requesting thread takes.
     Done(Result<u64>),
 }
 
-impl ShrinkRequest {
-    /// Marks the requested shrink as in progress, if there is a request. Returns whether there was.
-    pub fn begin_if_wanted(&mut self) -> bool {
-        let is_wanted = matches!(self, Self::Wanted);
-        if is_wanted {
-            *self = Self::Taken;
-        }
-        is_wanted
+impl WorkRequest {
+    /// Marks the requested work as in progress, and returns it, if there is a request.
+    pub fn begin_if_wanted(&mut self) -> Option<RequestedWork> {
+        let Self::Wanted(work) = *self else { return None };
+        *self = Self::Taken;
+        Some(work)
     }
 }
 
@@ -72,7 +82,7 @@ impl ShrinkRequest {
 #[derive(Default)]
 pub(crate) struct Worker {
     pub(super) is_started: AtomicU32,
-    /// 1 if objects were freed or a shrink was requested, so that a round is due.
+    /// 1 if objects were freed or work was requested, so that a round is due.
     pub(super) is_notified: AtomicU32,
     /// 1 if objects were freed since the current round began. The thread then does not sleep without a timeout.
     pub(super) has_frees: AtomicU32,
@@ -106,7 +116,7 @@ impl Worker {
         self.is_stopped.load(SeqCst) == 1
     }
 
-    /// Wakes the background thread if it sleeps, because objects were freed or a shrink was requested. Acquires no lock
+    /// Wakes the background thread if it sleeps, because objects were freed or work was requested. Acquires no lock
     /// and allocates no memory, so any code can call `notify`.
     pub fn notify(&self) {
         if self.is_notified.swap(1, SeqCst) == 1 {

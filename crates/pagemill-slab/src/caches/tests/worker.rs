@@ -6,7 +6,7 @@ use crate::alloc::stock::STOCK_RETIRED_CAPACITY;
 use crate::caches::tests::basics::{STUCK_AFTER, slabs_with_background};
 use crate::caches::tests::owner::{Behavior, ItemOwner, Items, cache_of};
 use crate::defrag::rounds::VisitResult;
-use crate::defrag::worker::{ShrinkRequest, Worker, rest_due_after};
+use crate::defrag::worker::{RequestedWork, WorkRequest, Worker, rest_due_after};
 use pagemill_core::instance::Part;
 use pagemill_core::listing::{Action, SlabCommands};
 use pagemill_core::reclaim::tree::UNLIMITED;
@@ -438,7 +438,7 @@ fn shrink_request_ends_with_its_cache() {
     let ended_on = requested.owner().ended_on.clone();
     let request = thread::spawn(move || slabs.execute(1, Action::Shrink));
     wait_until("the request", || {
-        requested.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Wanted))
+        requested.engine().work_request.with(|request| matches!(request, WorkRequest::Wanted(_)))
     });
     let dropper = thread::spawn(move || drop(requested));
     wait_until("an answer", || request.is_finished());
@@ -450,6 +450,32 @@ fn shrink_request_ends_with_its_cache() {
     assert!(slabs.execute(0, Action::Shrink).unwrap().is_ok());
 }
 
+/// Another process requests that the objects of one memory node are moved to another, and that nodes are balanced. The
+/// background thread must move them, and must refuse a node that does not exist. A cache whose objects cannot be moved
+/// must refuse both.
+#[test]
+fn objects_are_moved_between_nodes_on_request() {
+    let layout = pagemill_core::arena::Layout::for_test();
+    let nodes = pagemill_core::arena::nodes::Nodes::logical(3);
+    let slabs = slabs_with_background(pagemill_core::arena::Layout { nodes, ..layout }, UNLIMITED).0;
+    let cache = cache_of(slabs, Settings::new("nodes").defrag_used_ratio(0));
+    let mut numbers = 0..;
+    for (node, count) in [300, 0, 600].into_iter().enumerate() {
+        numbers.by_ref().take(count).for_each(|number| cache.add_on(node, number));
+    }
+    let used = || cache.info().unwrap().nodes.iter().map(|node| node.used).collect::<Vec<_>>();
+    let moved = |action| slabs.execute(0, action).unwrap().map(|report| report.moved);
+    assert_eq!((moved(Action::Move { from: 2, to: 1 }).unwrap(), used()), (600, vec![300, 600, 0]));
+    assert_eq!((moved(Action::Balance).unwrap(), used()), (300, vec![300; 3]));
+    assert!(matches!(moved(Action::Move { from: 0, to: 3 }), Err(Error::BadNode { .. })));
+    assert_eq!((cache.check_all(), used()), (900, vec![300; 3]));
+    let fixed = slabs.fixed::<u64>(Settings::new("fixed")).unwrap();
+    let _value = fixed.insert(7).unwrap();
+    for action in [Action::Balance, Action::Move { from: 0, to: 1 }] {
+        assert!(matches!(slabs.execute(1, action), Some(Err(Error::Unsupported { .. }))));
+    }
+}
+
 /// The background thread must not rest for the processor time of a requested shrink. For other work it must rest 19
 /// times as long as the work's processor time, but at most a second.
 #[test]
@@ -458,11 +484,11 @@ fn rest_of_the_background_thread_is_bounded() {
     slabs.defrag_by_hand();
     let cache = cache_of(slabs, Settings::new("requested"));
     (0..100).for_each(|number| cache.add(number));
-    cache.engine().shrink_request.with(|request| *request = ShrinkRequest::Wanted);
+    cache.engine().work_request.with(|request| *request = WorkRequest::Wanted(RequestedWork::Shrink));
     let (worker, mut rest_due_ns) = (Worker::default(), 0);
-    assert_eq!(worker.run_round(slabs, &mut rest_due_ns), VisitResult::ShrinkRequest);
+    assert_eq!(worker.run_round(slabs, &mut rest_due_ns), VisitResult::Requested);
     assert_eq!((rest_due_ns, worker.rested_ns()), (0, 0));
-    assert!(cache.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
+    assert!(cache.engine().work_request.with(|request| matches!(request, WorkRequest::Done(Ok(_)))));
     for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {
         assert_eq!(rest_due_after(0, took_ms * 1_000_000), owed_ms * 1_000_000);
     }
