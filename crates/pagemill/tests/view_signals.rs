@@ -259,8 +259,8 @@ extern "C" fn check_target(_signal: i32, _info: *const libc::siginfo_t, _context
     FOUND.fetch_add(1, SeqCst);
 }
 
-/// A signal handler interrupts a thread in calls of Pagemill, and reads a page that is prefaulted. It must neither fault
-/// nor wait for a lock of the interrupted thread.
+/// A signal handler interrupts a thread in calls of Pagemill, and reads a page that is prefaulted. It must neither
+/// fault nor wait for a lock of the interrupted thread.
 #[test]
 fn signal_handlers_read_prefaulted_pages_at_any_time() {
     if scene().is_none() {
@@ -301,8 +301,9 @@ extern "C" fn read_target(signal: i32, info: *const libc::siginfo_t, context: *m
     record_fault(signal, info, context);
 }
 
-/// A handler for `SIGSEGV` that was installed before the first view gets a fault of the program, and reads a view. While
-/// it runs, `SIGSEGV` is blocked, so only prefaulted pages can be read, unless it was installed with `SA_NODEFER`.
+/// A handler for `SIGSEGV` that was installed before the first view gets a fault of the program, and reads a view.
+/// While it runs, `SIGSEGV` is blocked, so only prefaulted pages can be read, unless it was installed with
+/// `SA_NODEFER`.
 #[test]
 fn handlers_of_faults_read_views() {
     let test = "handlers_of_faults_read_views";

@@ -47,8 +47,8 @@ fn assert_nothing_charged(cache: &PageCache) {
     }
 }
 
-/// Views at offsets that are no multiples of the huge page, of files with huge folios, small folios and holes. They must
-/// show the bytes of the file, also those written later, and holes as zeros.
+/// Views at offsets that are no multiples of the huge page, of files with huge folios, small folios and holes. They
+/// must show the bytes of the file, also those written later, and holes as zeros.
 #[test]
 fn a_view_shows_the_bytes_of_its_file() {
     for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
@@ -73,8 +73,8 @@ fn a_view_shows_the_bytes_of_its_file() {
     }
 }
 
-/// The file is split, collapsed, truncated and punched under a view. The view must show the bytes of the file after each
-/// step, and the memory of the removed pages must become free.
+/// The file is split, collapsed, truncated and punched under a view. The view must show the bytes of the file after
+/// each step, and the memory of the removed pages must become free.
 #[test]
 fn changes_of_the_file_are_visible() {
     let cache = cache(Box::new(Always), 32 * MIB);
@@ -407,9 +407,9 @@ fn faults_and_mappings_are_counted() {
 }
 
 /// All pages of a file are in memory, and are read through a fresh view: forwards, backwards, and in random order. Each
-/// group of 16 pages must take one fault and one mapping, which are counted exactly, also after a page in its middle was
-/// unmapped. Of a file with every second page in memory, each page that is read must take a fault, and no other page may
-/// be read from the store.
+/// group of 16 pages must take one fault and one mapping, which are counted exactly, also after a page in its middle
+/// was unmapped. Of a file with every second page in memory, each page that is read must take a fault, and no other
+/// page may be read from the store.
 #[test]
 fn neighbours_are_mapped_in_both_directions() {
     if is_run_in_child("neighbours_are_mapped_in_both_directions") {

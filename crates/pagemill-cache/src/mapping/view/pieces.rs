@@ -172,8 +172,8 @@ impl Window {
         Ok(found.value as u32)
     }
 
-    /// Claims the entries beside a page, and pins their folios, as long as they are small folios in memory that lie beside
-    /// each other in the pool, up to the ends of the page's group ([`MAX_MAPPED_TOGETHER`]).
+    /// Claims the entries beside a page, and pins their folios, as long as they are small folios in memory that lie
+    /// beside each other in the pool, up to the ends of the page's group ([`MAX_MAPPED_TOGETHER`]).
     fn claim_neighbours(&self, together: &mut Together, is_writable: bool, mapper: Mapper) {
         let max = MAX_MAPPED_TOGETHER.min((BLOCK_BYTES / self.file.page_bytes()).max(1) as u64);
         let begin = together.page / max * max;

@@ -2,9 +2,9 @@
 //! pages.
 //!
 //! The windows and the memory are real, but accesses do not fault. Where a page is not mapped, the test calls the
-//! function that the fault handler calls ([`registry::resolve_fault`]), in which threads can be switched. No thread runs
-//! between the check for a mapping and the access, as on a processor. At the end all mappings that are left must show
-//! the file.
+//! function that the fault handler calls ([`registry::resolve_fault`]), in which threads can be switched. No thread
+//! runs between the check for a mapping and the access, as on a processor. At the end all mappings that are left must
+//! show the file.
 #![allow(unsafe_code)] // accesses the memory of views
 
 use super::entry::{self, Entry};
@@ -157,7 +157,8 @@ impl Viewed {
         }
     }
 
-    /// Asserts that all that is mapped shows the file, and that entries and mappings agree. Returns the number of pieces.
+    /// Asserts that all that is mapped shows the file, and that entries and mappings agree. Returns the number of
+    /// pieces.
     fn check(&self) -> usize {
         let views: [&View; 2] = [&self.read, &self.written];
         views.into_iter().map(|view| self.check_view(view)).sum()
@@ -214,8 +215,8 @@ fn viewed_files(cache: &PageCache, has_store: bool) -> Arc<[Viewed; 2]> {
     }))
 }
 
-/// Asserts, when no thread uses the files, that all mappings that are left show their file, and that the counts of pieces
-/// and entries are right. Then removes all pages: nothing may stay mapped or pinned.
+/// Asserts, when no thread uses the files, that all mappings that are left show their file, and that the counts of
+/// pieces and entries are right. Then removes all pages: nothing may stay mapped or pinned.
 fn check_all(files: &[Viewed; 2], cache: &PageCache) {
     let pieces: usize = files.iter().map(Viewed::check).sum();
     assert_eq!(entry::pieces(), pieces, "pieces are counted exactly");
@@ -245,7 +246,8 @@ fn run_threads(has_store: bool, limit_pages: u64, threads: &'static [&'static [A
 }
 
 /// Accesses to the second page of the first file, which may be mapped before, race with `change`, while a third thread
-/// needs memory for a page of the other file. The races happen at a few points only, so there are many runs of few steps.
+/// needs memory for a page of the other file. The races happen at a few points only, so there are many runs of few
+/// steps.
 fn race(has_store: bool, change: fn(&Mapping)) {
     const RUNS_FACTOR: usize = 4;
     run_in_many_schedules(RUNS_FACTOR, move || {
@@ -277,8 +279,8 @@ fn accesses_race_with_an_eviction() {
     race(true, |file| is_fine(file.dont_need(0, FILE_BYTES)));
 }
 
-/// A page is evicted while a thread handles a fault there, and its memory gets a page of another file. The thread must not
-/// map that page: unlike a removal, an eviction looks for mappings before it removes the page.
+/// A page is evicted while a thread handles a fault there, and its memory gets a page of another file. The thread must
+/// not map that page: unlike a removal, an eviction looks for mappings before it removes the page.
 #[test]
 fn a_reused_page_is_not_mapped() {
     const RUNS_FACTOR: usize = 20;
@@ -446,8 +448,8 @@ fn writes_during_writeback_are_not_lost() {
     });
 }
 
-/// A view is dropped while a thread handles a fault in it. Nothing may be mapped afterwards at the addresses of the view,
-/// and no folio may stay pinned.
+/// A view is dropped while a thread handles a fault in it. Nothing may be mapped afterwards at the addresses of the
+/// view, and no folio may stay pinned.
 #[test]
 fn a_view_is_dropped_during_a_fault() {
     run_in_many_schedules(4, || {

@@ -75,8 +75,8 @@ impl Writeback {
 
     /// Sets the percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer. The
     /// default is 40. Folios that become dirty through pins and exclusive holds are not limited. Dirty folios that are
-    /// in use (pinned, or prefaulted by a view) cannot be written back, and no writer waits for them. Writers are slowed
-    /// from half way between [`Writeback::background_percent`] and this percentage on.
+    /// in use (pinned, or prefaulted by a view) cannot be written back, and no writer waits for them. Writers are
+    /// slowed from half way between [`Writeback::background_percent`] and this percentage on.
     pub fn most_percent(self, percent: u8) -> Self {
         Self { most_percent: percent, ..self }
     }

@@ -107,9 +107,9 @@ impl File {
         done
     }
 
-    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty, or until all
-    /// dirty folios of the file are in use: pinned or prefaulted, perhaps by the calling thread, so a wait could not end.
-    /// Folios that are in use are then dirty beside `most_bytes`.
+    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty, or until
+    /// all dirty folios of the file are in use: pinned or prefaulted, perhaps by the calling thread, so a wait could
+    /// not end. Folios that are in use are then dirty beside `most_bytes`.
     fn await_clean(&self) -> Result<()> {
         let (cache, balance) = (&self.cache, &self.cache.balance);
         let mut no_progress = NoProgress::new(balance);
