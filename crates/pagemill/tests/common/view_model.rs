@@ -22,9 +22,9 @@ use std::sync::atomic::Ordering::SeqCst;
 use view_steps::{Call, MAX_VIEWS};
 pub use view_steps::{STEP_BYTES, Step};
 
-/// Limit of a cache for a file with a store. The share of it that may be dirty is larger than the file: a write that waits
-/// for the writeback of prefaulted pages would fail. Reads of another file evict the pages.
-const MEDIUM_LIMIT_BYTES: usize = 10 * BLOCK_BYTES;
+/// Limit of a cache for a file with a store. The file fits into it, since prefaulted and locked folios cannot be evicted.
+/// But more of the file can be prefaulted and dirty than the cache allows for dirty pages.
+const MEDIUM_LIMIT_BYTES: usize = 4 * BLOCK_BYTES;
 
 /// Limit of a cache for a file without a store, whose pages cannot be evicted.
 const LARGE_LIMIT_BYTES: usize = 16 * BLOCK_BYTES;
@@ -32,7 +32,7 @@ const LARGE_LIMIT_BYTES: usize = 16 * BLOCK_BYTES;
 /// Maximum length of the file.
 const MAX_FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
-/// Maximum length of a prefaulted or locked range, so that a small cache has room for other pages.
+/// Maximum length of a prefaulted or locked range.
 const MAX_KEPT_BYTES: usize = 1 << 20;
 
 /// A view of any kind.
@@ -273,6 +273,7 @@ impl Model {
 
     fn sync(&self) {
         self.file.sync().unwrap();
+        assert_eq!(self.file.dirty_bytes(), 0, "nothing is dirty after a sync");
         if let Some(store) = &self.store {
             assert!(store.bytes() == self.bytes, "the store has the bytes of the file");
         }
