@@ -63,6 +63,11 @@ fn escaped(text: &str) -> String {
     result
 }
 
+fn capitalized(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
 /// Returns the distance of two lines of a scale up to `max`: a power of two, so that there are 2 to 5 lines.
 fn scale_step(max: u64) -> u64 {
     (max.max(1) / 4).max(1).checked_next_power_of_two().unwrap_or(1 << 63)
@@ -85,7 +90,7 @@ impl Page<'_> {
             self.add_plots(&mut html);
         }
         for Section { heading, rows } in self.sections.iter().filter(|section| !section.rows.is_empty()) {
-            let _ = writeln!(html, "<h2>{}</h2>\n<table>", escaped(heading));
+            let _ = writeln!(html, "<h2>{}</h2>\n<table>", escaped(&capitalized(heading)));
             for row in rows {
                 let [name, value, meaning] = [&row.name, &row.value, &row.meaning].map(|text| escaped(text));
                 let _ = writeln!(html, "<tr><td>{name}</td><td>{value}</td><td>{meaning}</td></tr>");
@@ -263,6 +268,7 @@ mod tests {
         }
         let html = page(&timeline, "<script>\u{1b}");
         assert!(html.contains("<h1>&lt;script&gt;?</h1>") && html.contains("a &lt; b"), "{html}");
+        assert!(html.contains("<h2>Memory</h2>"), "{html}");
         assert!(html.contains("stroke-dasharray") && html.contains("returned for limit"), "{html}");
         assert!(html.matches("<rect").count() > 100 && html.contains("2.00 s"), "{html}");
         for part in ["http", "src=", "href", "<script", "NaN", "inf"] {

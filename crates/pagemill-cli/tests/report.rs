@@ -8,8 +8,9 @@ use std::fs;
 
 const MIB: u64 = 1 << 20;
 
-/// Python code that holds 200 MiB, then frees it, for a while each.
-const PROGRAM: &str = "import time\na=[bytearray(1<<20) for _ in range(200)]\ntime.sleep(.5)\ndel a\ntime.sleep(.5)\n";
+/// Python code that holds 200 MiB, then returns it, and sleeps for a while each time.
+const PROGRAM: &str = "import ctypes, time\na=[bytearray(1<<20) for _ in range(200)]\ntime.sleep(1)\ndel a\n\
+                       ctypes.CDLL(None).malloc_trim(0)\ntime.sleep(.5)\n";
 
 /// The time line must have the memory that the program held, and the end of it. The sums of returned bytes must be those
 /// of the counters.
@@ -19,7 +20,7 @@ fn the_time_line_has_what_the_program_held() {
         return;
     }
     let place = TestFolder::new();
-    let mut command = place.pagemill_run(&["--json", "--return", "balanced=0.1"], "python3");
+    let mut command = place.pagemill_run(&["--json"], "python3");
     command.args(["-c", PROGRAM]);
     let end = finish(command, TIMEOUT);
     end.assert_success();
@@ -32,10 +33,14 @@ fn the_time_line_has_what_the_program_held() {
     let peak = resident.iter().max().unwrap();
     assert!((200 * MIB..300 * MIB).contains(peak), "{report}");
     assert!(*peak <= report["tree_resident_peak_bytes"].as_u64().unwrap(), "{report}");
-    assert!((190 * MIB..260 * MIB).contains(allocator.iter().max().unwrap()), "{report}");
+    // The allocator's count rises when it measures.
+    assert!((100 * MIB..260 * MIB).contains(allocator.iter().max().unwrap()), "{report}");
     let seconds = report["timeline"]["interval_s"].as_f64().unwrap() * resident.len() as f64;
     let wall = report["wall_s"].as_f64().unwrap();
     assert!(seconds >= wall && seconds < 2.0 * wall + 0.1, "{seconds} s of {wall} s");
+    assert!(numbers("resident_bytes").last().unwrap() < &(100 * MIB), "{report}");
+    let returned = report["timeline"]["returned_bytes"]["program"].as_array().unwrap();
+    assert!(returned.last().unwrap().as_u64().unwrap() > 150 * MIB, "{report}");
     for (cause, bytes) in report["timeline"]["returned_bytes"].as_object().unwrap() {
         let counter = if cause == "kernel" { "taken".to_owned() } else { format!("given_for_{cause}") };
         let steps: Vec<u64> = bytes.as_array().unwrap().iter().map(|bytes| bytes.as_u64().unwrap()).collect();

@@ -5,12 +5,15 @@ mod common;
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, may_mount};
 use serde_json::Value;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Argument of the observed program, by which it is found among the processes of the machine.
-const MARK: &str = "98765.4321";
+const MARK: &str = "987654";
+
+/// Id of a user that owns no files on this machine.
+const OTHER_USER_ID: u32 = 65_434;
 
 /// Starts a program of a `pagemill run` that publishes figures and sleeps.
 fn start_program(place: &TestFolder) -> Guard {
@@ -301,7 +304,9 @@ fn processes_of_other_users_are_counted() {
     let place = TestFolder::new();
     let Some(idle) = place.compile("idle.c", &[]) else { return };
     let _program = Guard::new(place.pagemill_run(&[], &idle));
-    let copy = place.path("pagemill");
+    let (copy, runtime) = (place.path("pagemill"), place.path("runtime-of-user"));
+    fs::DirBuilder::new().mode(0o700).create(&runtime).unwrap();
+    chown(&runtime, Some(OTHER_USER_ID), Some(OTHER_USER_ID)).unwrap();
     fs::copy(PAGEMILL, &copy).unwrap();
     for path in [place.path("."), copy.clone()] {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -309,8 +314,9 @@ fn processes_of_other_users_are_counted() {
     let begun = Instant::now();
     loop {
         let mut command = place.command("setpriv");
-        command.args(["--reuid", "65432", "--regid", "65432", "--clear-groups"]).arg(&copy);
-        command.args(["top", "--json", "--once"]).env_remove("XDG_RUNTIME_DIR").env_remove("XDG_CACHE_HOME");
+        let user = OTHER_USER_ID.to_string();
+        command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(&copy);
+        command.args(["top", "--json", "--once"]).env("XDG_RUNTIME_DIR", &runtime);
         let end = finish(command, TIMEOUT);
         end.assert_success();
         let document: Value = serde_json::from_str(&end.out).unwrap();

@@ -207,10 +207,13 @@ fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
 
 /// Returns this user's folders for figures, without folders that others can access.
 fn own_private_folders() -> Vec<String> {
-    let user = process::user_id();
-    // A service has no such variable, but sees the processes of its user's sessions.
-    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_else(|_| format!("/run/user/{user}"));
-    existing_private_folders(&runtime, user)
+    existing_private_folders(&runtime_folder(), process::user_id())
+}
+
+/// Returns this user's folder for files of running programs, by `XDG_RUNTIME_DIR` or its usual name. A service has no
+/// such variable, but sees the processes of its user's sessions.
+fn runtime_folder() -> String {
+    std::env::var("XDG_RUNTIME_DIR").unwrap_or_else(|_| format!("/run/user/{}", process::user_id()))
 }
 
 /// Returns the names in a folder; none if it cannot be read.

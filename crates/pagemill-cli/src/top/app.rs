@@ -43,6 +43,8 @@ pub enum Effect {
     Suspend,
     /// Take a sample at once.
     Sample,
+    /// Write all cells of the screen anew.
+    Redraw,
 }
 
 pub struct App {
@@ -178,7 +180,7 @@ impl App {
         match key.code {
             KeyCode::Char('c') if is_control => return Effect::Quit,
             KeyCode::Char('z') if is_control => return Effect::Suspend,
-            KeyCode::Char('l') if is_control => return Effect::Sample,
+            KeyCode::Char('l') if is_control => return Effect::Redraw,
             KeyCode::F(10) if self.mode == Mode::List => return Effect::Quit,
             _ => {}
         }

@@ -58,8 +58,9 @@ pub struct Sample {
 /// What is known about a `pagemill run` from earlier samples.
 struct KnownRun {
     command: String,
+    is_alive: bool,
     /// Descendants of the `run` that had published nothing at the last search.
-    small: Vec<u32>,
+    small: Vec<Identity>,
     /// Number of programs that had been started in the tree at the last search.
     started: u32,
     searched: Instant,
@@ -68,25 +69,30 @@ struct KnownRun {
 /// Takes samples. Keeps what does not change between two samples, because `/proc` is slow to read.
 #[derive(Default)]
 pub struct Sampler {
+    survey: Option<(Survey, Instant)>,
     trusted: HashSet<(Identity, u32)>,
     runs: HashMap<Identity, KnownRun>,
     other_users: Option<(Instant, usize)>,
 }
 
 impl Sampler {
-    /// Samples all processes. Takes some 30 us for each process.
+    /// Samples all processes. Takes some 20 us for each process.
     pub fn sample(&mut self) -> Sample {
         let at = Instant::now();
-        let Survey { processes: files, trees } = Survey::of_all_users();
+        let (survey, surveyed) = match self.survey.take() {
+            Some((survey, surveyed)) if at.duration_since(surveyed) < SEARCH_INTERVAL && survey.is_current() => {
+                (survey, surveyed)
+            }
+            _ => (Survey::of_all_users(), at),
+        };
         let mut unreadable = Unreadable { other_users: self.other_users(at), other_versions: 0 };
         let mut processes: Vec<ProcessSample> = Vec::new();
-        self.trusted.retain(|(identity, _)| files.iter().any(|files| files.identity == *identity));
-        for files in files {
-            let Some(usage) = process::usage(files.identity.pid).filter(|usage| usage.identity == files.identity)
-            else {
-                continue;
-            };
-            if processes.last().is_some_and(|last| last.usage.identity == files.identity) || !self.is_trusted(&files) {
+        let present: HashSet<Identity> = survey.processes.iter().map(|files| files.identity).collect();
+        self.trusted.retain(|(identity, _)| present.contains(identity));
+        for files in &survey.processes {
+            let usage = process::usage(files.identity.pid).filter(|usage| usage.identity == files.identity);
+            let Some(usage) = usage else { continue };
+            if processes.last().is_some_and(|last| last.usage.identity == files.identity) || !self.is_trusted(files) {
                 continue;
             }
             let Some(published) = files.read() else {
@@ -97,7 +103,8 @@ impl Sampler {
             let pagemill = Some(statistics::Process::published_only(published));
             processes.push(ProcessSample { usage, user: files.user, run: files.run, pagemill });
         }
-        let runs = self.sample_runs(&trees, &mut processes, at);
+        let runs = self.sample_runs(&survey.trees, &mut processes, at);
+        self.survey = Some((survey, surveyed));
         Sample { time: SystemTime::now(), at, processes, runs, machine: MachineSample::read(), unreadable }
     }
 
@@ -112,58 +119,60 @@ impl Sampler {
         let published: HashSet<u32> = processes.iter().map(|process| process.usage.identity.pid).collect();
         let run_pids: HashSet<u32> = trees.iter().map(|tree| tree.run.pid).collect();
         self.runs.retain(|run, _| trees.iter().any(|tree| tree.run == *run));
+        let with_members: HashSet<Identity> = processes.iter().filter_map(|process| process.run).collect();
+        let is_other = |pid: u32| published.contains(&pid) || run_pids.contains(&pid);
         let mut runs = Vec::new();
         for tree in trees {
-            let usage = process::usage(tree.run.pid).filter(|usage| usage.identity == tree.run);
-            let has_members = || processes.iter().any(|process| process.run == Some(tree.run));
-            if usage.is_none() && !has_members() {
-                continue;
-            }
             let owner = (tree.user != process::user_id()).then_some(tree.user);
             let Some(path) = Path::format(format_args!("{}/{TREE_FILE}", tree.path)) else { continue };
             let Ok(header) = TreeHeader::read(path.as_c_str(), owner) else { continue };
-            let command = usage.map_or_else(String::new, |usage| {
-                let is_other = |pid: u32| published.contains(&pid) || run_pids.contains(&pid);
-                let known = self.search(&usage, header, at, is_other);
-                processes.extend(known.1.into_iter().map(|usage| ProcessSample {
-                    usage,
-                    user: tree.user,
-                    run: Some(tree.run),
-                    pagemill: None,
-                }));
-                known.0
-            });
-            runs.push(RunSample { identity: tree.run, user: tree.user, command, is_alive: usage.is_some(), header });
+            let has_members = with_members.contains(&tree.run);
+            let (known, small) = self.search(tree.run, header, at, has_members, is_other);
+            let (user, run) = (tree.user, Some(tree.run));
+            if known.is_alive || has_members {
+                let (command, is_alive) = (known.command.clone(), known.is_alive);
+                runs.push(RunSample { identity: tree.run, user, command, is_alive, header });
+                processes.extend(small.into_iter().map(|usage| ProcessSample { usage, user, run, pagemill: None }));
+            }
         }
         runs
     }
 
-    /// Returns the command of a `run`, and the usage of its small programs. Searches for new programs only if the
-    /// tree's count of started programs has changed, if a small program has ended, or after [`SEARCH_INTERVAL`].
+    /// Returns what is known about a `run`, and the usage of its small programs. Searches for it and for new programs if
+    /// the tree's count of started programs has changed, if a small program has ended, if no process of the tree is
+    /// known, or after [`SEARCH_INTERVAL`].
     fn search(
         &mut self,
-        run: &Usage,
+        run: Identity,
         header: TreeHeader,
         at: Instant,
+        has_members: bool,
         is_other: impl Fn(u32) -> bool,
-    ) -> (String, Vec<Usage>) {
-        let known = self.runs.entry(run.identity).or_insert_with(|| KnownRun {
-            command: command_of(run.identity.pid),
+    ) -> (&KnownRun, Vec<Usage>) {
+        let known = self.runs.entry(run).or_insert_with(|| KnownRun {
+            command: command_of(run.pid),
+            is_alive: false,
             small: Vec::new(),
             started: u32::MAX,
             searched: at,
         });
-        let usages = |pids: &[u32]| -> Vec<Usage> { pids.iter().filter_map(|pid| process::usage(*pid)).collect() };
+        let usages = |small: &[Identity]| -> Vec<Usage> {
+            let usage = |known: &Identity| process::usage(known.pid).filter(|usage| usage.identity == *known);
+            small.iter().filter_map(usage).collect()
+        };
         let mut found = usages(&known.small);
+        let has_changed = known.started != header.started || found.len() < known.small.len();
         let is_old = at.duration_since(known.searched) >= SEARCH_INTERVAL;
-        if known.started != header.started || found.len() < known.small.len() || is_old {
-            known.small = small_descendants(run, &is_other);
+        if has_changed || is_old || (found.is_empty() && !has_members) {
+            let usage = process::usage(run.pid).filter(|usage| usage.identity == run);
+            known.is_alive = usage.is_some();
+            known.small = usage.map_or_else(Vec::new, |usage| small_descendants(&usage, &is_other));
             (known.started, known.searched) = (header.started, at);
             found = usages(&known.small);
         }
         // A small program may have published figures since the search.
         found.retain(|usage| !is_other(usage.identity.pid));
-        (known.command.clone(), found)
+        (known, found)
     }
 
     /// Returns the number of processes of other users that have a helper thread of Pagemill. Root reads the figures of
@@ -185,18 +194,18 @@ impl Sampler {
 }
 
 /// Returns the descendants of a `run` that are neither published nor a `run` themselves.
-fn small_descendants(run: &Usage, is_other: impl Fn(u32) -> bool) -> Vec<u32> {
+fn small_descendants(run: &Usage, is_other: impl Fn(u32) -> bool) -> Vec<Identity> {
     let (mut found, mut open) = (Vec::new(), children_of(run.identity.pid, run.threads));
     while let Some(pid) = open.pop() {
         let Some(usage) = process::usage(pid) else { continue };
         // A nested `run` shows its own descendants. Helper processes of a `run` have the name of the command.
         let is_command = process::printable_letters(&usage.name).eq("pagemill".chars());
-        if found.contains(&pid) || is_command {
+        if found.contains(&usage.identity) || is_command {
             continue;
         }
         open.extend(children_of(pid, usage.threads));
         if !is_other(pid) {
-            found.push(pid);
+            found.push(usage.identity);
         }
     }
     found

@@ -231,7 +231,7 @@ fn help_lines() -> Vec<Line<'static>> {
         ("I  R", "reverse the order"),
         ("s  d", "change the interval"),
         ("Space", "pause"),
-        ("Ctrl-L", "sample and draw at once"),
+        ("Ctrl-L", "draw the whole screen again"),
         ("q  F10  Ctrl-C", "quit"),
     ];
     let sorts: Vec<(String, String)> =

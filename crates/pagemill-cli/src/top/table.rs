@@ -77,6 +77,10 @@ pub const COLUMNS: [ColumnSpec; 19] = [
     spec(Column::History, "HISTORY", 8, false, 7, "resident memory in the latest samples"),
 ];
 
+/// Columns of a higher rank are shown only if the name gets [`NAME_RESERVE`] more characters.
+const LAST_RANK_OF_SHORT_NAMES: u8 = 9;
+const NAME_RESERVE: u16 = 18;
+
 impl Column {
     pub fn spec(self) -> &'static ColumnSpec {
         &COLUMNS[self as usize]
@@ -89,7 +93,9 @@ impl Column {
         let (mut shown, mut used) = (Vec::new(), 0);
         for spec in by_rank {
             let more = spec.width + u16::from(!shown.is_empty());
-            if used + more > width && spec.rank > 0 {
+            // Long names are more useful than the columns of high rank.
+            let reserved = if spec.rank > LAST_RANK_OF_SHORT_NAMES { NAME_RESERVE } else { 0 };
+            if used + more + reserved > width && spec.rank > 0 {
                 break;
             }
             used += more;

@@ -9,6 +9,7 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, KeyEventKind};
 use ratatui::crossterm::terminal::{EnterAlternateScreen, enable_raw_mode};
 use ratatui::crossterm::{cursor, execute};
+use ratatui::layout::{Position, Rect};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
@@ -137,6 +138,7 @@ impl Loop<'_> {
                         Effect::Quit => return Ok(None),
                         Effect::Suspend => suspend(terminal)?,
                         Effect::Sample => next = Instant::now(),
+                        Effect::Redraw => clear(terminal)?,
                         Effect::None => {}
                     }
                     draw(app, terminal)?;
@@ -159,5 +161,12 @@ fn suspend(terminal: &mut DefaultTerminal) -> io::Result<()> {
     emulate_default_handler(SIGTSTP)?;
     enable_raw_mode()?;
     execute!(io::stdout(), EnterAlternateScreen, cursor::Hide)?;
-    terminal.clear()
+    clear(terminal)
+}
+
+/// Makes the next drawing write all cells. `Terminal::clear` would read the cursor's position from the input, for which
+/// the thread of the input waits.
+fn clear(terminal: &mut DefaultTerminal) -> io::Result<()> {
+    let size = terminal.size()?;
+    terminal.resize(Rect::from((Position::ORIGIN, size)))
 }

@@ -1,11 +1,15 @@
 //! Finds the figures files and the process trees of all users that this user may read. The names of the files suffice;
 //! no figures are read.
 
-use super::{Process, SHARED_FOLDERS, identity_of, is_private, names_in, own_private_folders, user_of};
+use super::{
+    Process, SHARED_FOLDERS, candidate_folders, identity_of, is_private, names_in, own_private_folders, runtime_folder,
+    user_of,
+};
 use crate::stats;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
 use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
 
 /// The figures files of one process.
 ///
@@ -44,6 +48,7 @@ pub struct TreeFolder {
 /// let survey = Survey::of_all_users();
 /// let own = survey.processes.iter().find(|files| files.identity.pid == std::process::id()).unwrap();
 /// assert!(own.is_trusted() && own.read().is_some());
+/// println!("nothing was published since: {}", survey.is_current());
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Default)]
@@ -51,20 +56,32 @@ pub struct Survey {
     /// In the order of the process ids.
     pub processes: Vec<ProcessFiles>,
     pub trees: Vec<TreeFolder>,
+    /// The folders that were listed, or that would have been, each with the time of its latest change before that.
+    folders: Vec<(String, Option<SystemTime>)>,
+    taken: Option<SystemTime>,
 }
+
+/// Age from which a change of a folder is older than any later one. File systems record changes with the precision of
+/// the kernel's tick, at most 10 ms.
+const DISTINCT_CHANGE_AGE: Duration = Duration::from_millis(20);
 
 impl Survey {
     /// Lists the folders of this user and, as root, those of the other users. Takes some 10 us for each process tree.
     pub fn of_all_users() -> Self {
-        let own = process::user_id();
+        let (own, taken) = (process::user_id(), Some(SystemTime::now()));
+        // A folder of this user that does not exist yet may be created later.
+        let mut watched: Vec<(String, Option<SystemTime>)> =
+            candidate_folders(&runtime_folder(), own).map(|path| with_change_time(path.as_str().to_owned())).collect();
         let mut folders: Vec<(u32, String)> = own_private_folders().into_iter().map(|folder| (own, folder)).collect();
         if own == 0 {
             folders.extend(folders_of_other_users());
         }
         let (mut trees, mut found) = (Vec::new(), BTreeMap::new());
         for (user, folder) in folders {
+            watched.push(with_change_time(folder.clone()));
             let below = add_files(&mut found, &folder, user, None);
             for (path, run) in below.into_iter().filter(|(path, _)| user == own || is_private(path, user)) {
+                watched.push(with_change_time(path.clone()));
                 add_files(&mut found, &path, user, Some(run));
                 trees.push(TreeFolder { path, run, user });
             }
@@ -74,8 +91,29 @@ impl Survey {
             // The preload library publishes in the folder of the tree, other instances in that of the user.
             files.paths.sort_by(|one, other| (depth(other), one.as_str()).cmp(&(depth(one), other.as_str())));
         }
-        Self { processes, trees }
+        Self { processes, trees, folders: watched, taken }
     }
+
+    /// Returns whether no file was created or removed in the listed folders since. New folders of other users are not
+    /// noticed. Takes some 2 us for each process tree.
+    pub fn is_current(&self) -> bool {
+        let Some(taken) = self.taken else { return false };
+        self.folders.iter().all(|(path, changed)| {
+            // Two changes shortly after each other can have the same time.
+            let is_distinct = changed.is_none_or(|changed| changed + DISTINCT_CHANGE_AGE < taken);
+            is_distinct && change_time(path) == *changed
+        })
+    }
+}
+
+fn with_change_time(path: String) -> (String, Option<SystemTime>) {
+    let changed = change_time(&path);
+    (path, changed)
+}
+
+/// Returns the time at which a file was last created or removed in a folder; `None` if there is no such folder.
+fn change_time(path: &str) -> Option<SystemTime> {
+    std::fs::symlink_metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
 fn depth(path: &Path) -> usize {
@@ -147,5 +185,35 @@ impl ProcessFiles {
         };
         let found: Vec<_> = self.paths.iter().filter_map(read).collect();
         (!found.is_empty()).then_some(Process { identity: self.identity, user: self.user, found })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// A survey of a folder is current until a file in it is created or removed, or the folder appears.
+    #[test]
+    fn a_survey_is_current_until_a_folder_changes() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("folder");
+        let survey_at = |taken: SystemTime| {
+            let folders = vec![with_change_time(folder.to_str().unwrap().to_owned())];
+            Survey { folders, taken: Some(taken), ..Survey::default() }
+        };
+        let later = SystemTime::now() + Duration::from_secs(60);
+        let missing = survey_at(later);
+        assert!(missing.is_current() && !Survey::default().is_current());
+        std::fs::create_dir(&folder).unwrap();
+        assert!(!missing.is_current());
+        let survey = survey_at(later);
+        assert!(survey.is_current());
+        assert!(!survey_at(SystemTime::now() - Duration::from_secs(1)).is_current(), "it may have changed since");
+        let file = std::fs::File::open(&folder).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(9)).unwrap();
+        assert!(!survey.is_current());
+        let survey = survey_at(later);
+        std::fs::write(folder.join("1-2"), b"").unwrap();
+        assert!(!survey.is_current());
     }
 }

@@ -509,7 +509,7 @@ impl Engine {
         }
     }
 
-    /// Begins a new count of the objects that users free into slabs. Called when the background thread visits the cache.
+    /// Begins a new count of the objects that users free into slabs. The background thread calls this at each visit.
     pub fn reset_freed_objects(&self) {
         (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.state.freed_objects = 0));
     }

@@ -3,8 +3,8 @@
 //! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
 //! cache, and a visit runs a step if a slab or block can be emptied. When a round finds nothing to do, the thread
 //! sleeps until objects are freed or work is requested. If only a few objects were freed, the thread first waits for
-//! further frees. So each free is followed by a round, but few frees cause at most one round per second. Between visits
-//! the thread *rests*, so that its processor time is bounded.
+//! further frees. So each free is followed by a round, but few frees cause at most one round per second. Between
+//! visits the thread *rests*, so that its processor time is bounded.
 //!
 //! ```text
 //!           first cache                   a round finds nothing

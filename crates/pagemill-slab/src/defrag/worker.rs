@@ -128,8 +128,8 @@ impl Worker {
         }
     }
 
-    /// Records that a few objects were freed, which is not urgent. Wakes the background thread only if it sleeps without
-    /// a timeout, so that it runs a round a while later. As [`Worker::notify`], any code can call `note_frees`.
+    /// Records that a few objects were freed, which is not urgent. Wakes the background thread only if it sleeps
+    /// without a timeout, so that it runs a round a while later. As [`Worker::notify`], any code can call `note_frees`.
     pub fn note_frees(&self) {
         if self.has_frees.load(SeqCst) == 1 || self.has_frees.swap(1, SeqCst) == 1 {
             return;
