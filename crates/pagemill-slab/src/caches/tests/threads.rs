@@ -35,6 +35,11 @@ const ALONE_VARIABLE: &str = "PAGEMILL_TEST_ALONE";
 /// Environment variable that is set in a process where the kernel refuses `membarrier`.
 const REFUSED_VARIABLE: &str = "PAGEMILL_TEST_REFUSED";
 
+/// Returns whether the test runs under ThreadSanitizer, for which `.ci/run` sets this variable.
+fn is_under_thread_sanitizer() -> bool {
+    env::var_os("TSAN_OPTIONS").is_some()
+}
+
 /// Returns a command that runs this test program again, with these arguments.
 fn command_for_own_tests(arguments: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
@@ -70,10 +75,12 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Runs all slab tests again in a process where the kernel refuses `membarrier`. All of them must pass.
+/// Runs all slab tests again in a process where the kernel refuses `membarrier`. All of them must pass. Under
+/// ThreadSanitizer this would take minutes and show little: the tests of locks, magazines and drains run there with
+/// refused barriers anyway.
 #[test]
 fn all_slab_tests_pass_without_membarrier() {
-    if env::var_os(REFUSED_VARIABLE).is_some() {
+    if env::var_os(REFUSED_VARIABLE).is_some() || is_under_thread_sanitizer() {
         return;
     }
     let mut command = command_for_own_tests(&["alloc::", "caches::", "defrag::", "read::"]);
@@ -284,7 +291,7 @@ mod alone {
     fn few_addresses_limit_the_magazines() {
         const FEW_THREADS: usize = MAX_THREADS / 4;
         // ThreadSanitizer ends the process if its own allocator finds no addresses.
-        if !runs_alone_in_its_process() || env::var_os("TSAN_OPTIONS").is_some() {
+        if !runs_alone_in_its_process() || is_under_thread_sanitizer() {
             return;
         }
         let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
