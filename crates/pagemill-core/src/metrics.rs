@@ -1,7 +1,7 @@
 //! Counters as text for monitoring systems, in the formats of OpenMetrics and of Prometheus.
 //!
 //! [`Exposition`] writes families of samples. [`write_process_families`] writes a family for each row of
-//! [`TABLE`](crate::stats::TABLE), so a new counter needs no code here.
+//! [`TABLE`], so a new counter needs no code here.
 //!
 //! Uses `stats`. Allocates from the global allocator, so `malloc` must not call it.
 //!
