@@ -14,6 +14,11 @@ pub fn coarse_ns() -> u64 {
     read_ns(libc::CLOCK_MONOTONIC_COARSE)
 }
 
+/// Time since 1970 in nanoseconds, as of the last timer tick. Makes no system call. It goes back when the clock is set.
+pub fn wall_coarse_ns() -> i64 {
+    read_ns(libc::CLOCK_REALTIME_COARSE) as i64
+}
+
 /// Monotonic time in nanoseconds. Makes no system call where the clock source allows reading it in user space.
 pub fn fine_ns() -> u64 {
     read_ns(libc::CLOCK_MONOTONIC)

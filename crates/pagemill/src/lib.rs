@@ -109,6 +109,26 @@ pub mod cache {
     pub use pagemill_volatile::handle_fault;
 }
 
+/// A RAM file system in the process, whose inodes and names lie in movable slabs and whose data lie in a page cache.
+///
+/// ```
+/// use pagemill::ramfs::RamFs;
+///
+/// let fs = RamFs::new("scratch")?;
+/// fs.create_dir_all("/a/b")?;
+/// fs.write("/a/b/file", b"hello")?;
+/// assert_eq!(fs.read("/a/b/file")?, b"hello");
+/// # Ok::<(), pagemill::ramfs::Error>(())
+/// ```
+#[cfg(feature = "ramfs")]
+pub mod ramfs {
+    pub use pagemill_ramfs::{
+        Access, Allocate, Attr, Builder, Caller, DirEntry, Entry, Error, Event, EventKind, File, FileType, Ino, Listed,
+        LockKind, LockRange, OpenOptions, Quota, QuotaUsage, RamFs, Rename, Result, SetAttr, SetTime, SetXattr, Shrunk,
+        Usage, Watch, Whence,
+    };
+}
+
 /// Slab caches for many small objects. They move objects together into fewer pages, and return the memory of the
 /// others.
 ///

@@ -20,6 +20,7 @@ pub struct Settings {
     pub(crate) defrag_used_ratio: u32,
     pub(crate) remote_node_defrag_ratio: u32,
     pub(crate) is_debug: bool,
+    pub(crate) is_movable: bool,
 }
 
 impl Settings {
@@ -31,6 +32,7 @@ impl Settings {
             defrag_used_ratio: DEFRAG_USED_RATIO,
             remote_node_defrag_ratio: 100,
             is_debug: false,
+            is_movable: true,
         }
     }
 
@@ -62,5 +64,13 @@ impl Settings {
     /// and freed an object. Each allocation and free then acquires a lock and checks the object. The default is false.
     pub fn debug(self, is_debug: bool) -> Self {
         Self { is_debug, ..self }
+    }
+
+    /// Sets whether a [`HandleMap`](crate::HandleMap) moves its values. The default is true. With false, values keep
+    /// their address as in a [`FixedSlab`](crate::FixedSlab): calls that move objects do nothing, and
+    /// [`SlabCache::shrink`](crate::SlabCache::shrink) frees only empty slabs and blocks. Other kinds of caches ignore
+    /// the setting.
+    pub fn movable(self, is_movable: bool) -> Self {
+        Self { is_movable, ..self }
     }
 }

@@ -5,6 +5,7 @@
 //! later call or the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // raw access to the values in objects
 
+mod sparse;
 mod unguarded;
 
 pub use unguarded::{Pinned, Removed};
@@ -81,6 +82,11 @@ pub(crate) struct HandleInner<T> {
 }
 
 impl<T: Movable> HandleInner<T> {
+    /// Runs a step that moves values. Without mobility ([`Settings::movable`]) there is nothing to do.
+    fn if_movable(&self, step: impl FnOnce() -> Result<Progress>) -> Result<Progress> {
+        if self.engine.object.is_movable() { step() } else { Ok(Progress { is_done: true, ..Progress::default() }) }
+    }
+
     #[inline]
     fn value_at(&self, word: HandleWord) -> *mut HandledValue<T> {
         (self.base + word.object_offset()) as *mut HandledValue<T>
@@ -370,13 +376,16 @@ impl<T: Movable> Cache for HandleInner<T> {
         if !std::mem::needs_drop::<T>() {
             self.free_plain_retired();
         }
-        steps::pack(&self.engine, self);
+        if self.engine.object.is_movable() {
+            steps::pack(&self.engine, self);
+        }
     }
 
     fn shrink(&self) -> Result<u64> {
         self.engine.check_generation()?;
         self.drop_all_retired();
-        let freed = steps::shrink(&self.engine, self)?;
+        let freed =
+            if self.engine.object.is_movable() { steps::shrink(&self.engine, self) } else { self.engine.shrink() }?;
         Ok(freed + self.handles.shrink())
     }
 
@@ -387,15 +396,15 @@ impl<T: Movable> Cache for HandleInner<T> {
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
         self.drop_finished();
-        steps::run_step(&self.engine, self, budget)
+        self.if_movable(|| steps::run_step(&self.engine, self, budget))
     }
 
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
-        steps::move_objects(&self.engine, self, from, to, most)
+        self.if_movable(|| steps::move_objects(&self.engine, self, from, to, most))
     }
 
     fn balance(&self) -> Result<Progress> {
-        steps::balance(&self.engine, self)
+        self.if_movable(|| steps::balance(&self.engine, self))
     }
 }
 
@@ -521,7 +530,7 @@ impl Slabs {
             user_bytes: size_of::<T>(),
             poisoned_range: value_at..value_at + size_of::<T>(),
             constructor: Some(Box::new(constructor)),
-            kind: SlabKind::ByHandle,
+            kind: if settings.is_movable { SlabKind::ByHandle } else { SlabKind::Fixed },
             handles: Some(handles),
         };
         let inner = self.create_cache(settings, object, |engine| HandleInner {

@@ -179,6 +179,12 @@ impl<T> Handle<T> {
         self.key.to_bits()
     }
 
+    /// Returns the index of the handle in the handle table, below 2^26. No two live values of a map have the same index.
+    /// The map prefers low indices, so a program can keep data of its own for each index in an array.
+    pub fn index(self) -> u32 {
+        self.key.index()
+    }
+
     /// Restores a handle from a number. A number that did not come from [`Handle::to_bits`] refers to no value, or to
     /// any value of the map; 0 refers to no value.
     pub fn from_bits(bits: u64) -> Self {
@@ -334,6 +340,8 @@ pub(crate) struct HandleTable {
     words_per_page: usize,
     /// Log2 of `words_per_page`.
     page_shift: u32,
+    /// Number of handles that had their last generation.
+    worn_out: AtomicU64,
     /// The stocks of free handles and retired objects, by thread slot.
     pub stocks: ThreadTable<Stock>,
 }
@@ -351,6 +359,7 @@ impl HandleTable {
             state: Guarded::default(),
             words_per_page,
             page_shift: words_per_page.trailing_zeros(),
+            worn_out: AtomicU64::new(0),
             stocks: ThreadTable::new()?,
         })
     }
@@ -397,6 +406,16 @@ impl HandleTable {
     /// `seen` any more.
     pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
         !seen.has_max_pins() && self.replace_word(index, seen, HandleWord(seen.0 + ONE_PIN))
+    }
+
+    /// Counts a handle that had its last generation.
+    #[cold]
+    pub fn note_worn_out(&self) {
+        self.worn_out.fetch_add(1, Relaxed);
+    }
+
+    pub fn worn_out(&self) -> u64 {
+        self.worn_out.load(Relaxed)
     }
 
     pub fn unpin(&self, index: u32) {

@@ -29,7 +29,11 @@ impl<T: Movable> Removed<'_, T> {
 impl<T: Movable> Drop for Removed<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.map.inner.free_and_retire(self.key.next_generation(), self.object() as usize);
+        let next = self.key.next_generation();
+        if next.is_none() {
+            self.map.inner.handles.note_worn_out();
+        }
+        self.map.inner.free_and_retire(next, self.object() as usize);
     }
 }
 

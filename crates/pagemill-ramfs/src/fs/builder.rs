@@ -1,0 +1,221 @@
+//! [`Builder`]: the parameters of a file system that is about to be created.
+
+use super::{Inner, ROOT_INO, RamFs};
+use crate::access::Caller;
+use crate::active::ActiveInodes;
+use crate::clock::Clock;
+use crate::error::Result;
+use crate::inode::Inode;
+use crate::inode_locks::InodeLocks;
+use crate::name::{HASH_BITS, NameHasher};
+use crate::negative::Negatives;
+use crate::quota::{Domain, Domains, Quota};
+use crate::watch::Watches;
+use pagemill_cache::{Caches, PageCache, Policy, Source};
+use pagemill_core::sync::Lock;
+use pagemill_core::units::PageSize;
+use pagemill_slab::{Handle, Settings, Slabs};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// Default of [`Builder::inodes`]: the number of handles that a slab cache can have.
+const MAX_INODES: u64 = 1 << 26;
+
+/// The parameters of a file system that is about to be created ([`RamFs::builder`]).
+///
+/// ```
+/// use pagemill::ramfs::RamFs;
+/// use pagemill::units::PageSize;
+///
+/// let fs = RamFs::builder("objects")
+///     .bytes(64 << 20)
+///     .inodes(10_000)
+///     .page(PageSize::new(64 << 10).unwrap())
+///     .root_mode(0o1777)
+///     .build()?;
+/// assert_eq!(fs.metadata("/")?.mode, 0o1777);
+/// # Ok::<(), pagemill::ramfs::Error>(())
+/// ```
+#[must_use = "`build` creates the file system"]
+pub struct Builder {
+    name: String,
+    cache: pagemill_cache::Builder,
+    inodes: u64,
+    negative_dentries: usize,
+    root_mode: u32,
+    is_movable: bool,
+    used_ratio: Option<u32>,
+    clock: Clock,
+    hash_bits: u32,
+}
+
+impl Builder {
+    pub(crate) fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            cache: PageCache::builder(name),
+            inodes: MAX_INODES,
+            negative_dentries: 0,
+            root_mode: 0o755,
+            is_movable: true,
+            used_ratio: None,
+            clock: Clock::System,
+            hash_bits: HASH_BITS,
+        }
+    }
+
+    fn with_cache(self, change: impl FnOnce(pagemill_cache::Builder) -> pagemill_cache::Builder) -> Self {
+        Self { cache: change(self.cache), ..self }
+    }
+
+    /// Sets the maximum bytes of file data, in whole pages. The default is a quarter of the machine's memory.
+    pub fn bytes(self, bytes: u64) -> Self {
+        self.with_cache(|cache| cache.limit(bytes))
+    }
+
+    /// Sets the maximum number of inodes, the root included. The default is 2^26.
+    pub fn inodes(self, inodes: u64) -> Self {
+        Self { inodes, ..self }
+    }
+
+    /// Sets the software page of file data. The default is the OS page.
+    pub fn page(self, page: PageSize) -> Self {
+        self.with_cache(|cache| cache.page(page))
+    }
+
+    /// Sets whether file data get huge folios. The default is true with the crate's feature `huge`.
+    pub fn huge(self, use_huge: bool) -> Self {
+        self.with_cache(|cache| cache.huge(use_huge))
+    }
+
+    /// Sets the policy that chooses between huge and small folios.
+    pub fn policy(self, policy: impl Policy + 'static) -> Self {
+        self.with_cache(|cache| cache.policy(policy))
+    }
+
+    /// Sets the kind of memory of file data. Views of files ([`crate::File::view`]) need [`Source::Shared`].
+    pub fn source(self, source: Source) -> Self {
+        self.with_cache(|cache| cache.source(source))
+    }
+
+    /// Sets how many names that do not exist are remembered after a look-up. The default is 0, since the index of a
+    /// directory answers a failed look-up as fast ([decisions.md](../../../docs/decisions.md)).
+    pub fn negative_dentries(self, most: usize) -> Self {
+        Self { negative_dentries: most, ..self }
+    }
+
+    /// Sets the permission bits of the root. The default is 0755.
+    pub fn root_mode(self, mode: u32) -> Self {
+        Self { root_mode: mode & 0o7777, ..self }
+    }
+
+    /// Sets whether inodes and names can be moved, so that the memory of removed ones returns. The default is true;
+    /// false is for comparisons.
+    pub fn movable(self, is_movable: bool) -> Self {
+        Self { is_movable, ..self }
+    }
+
+    /// Sets the `defrag_used_ratio` of the slab caches ([`Settings::defrag_used_ratio`]).
+    pub fn defrag_used_ratio(self, percent: u32) -> Self {
+        Self { used_ratio: Some(percent), ..self }
+    }
+
+    /// Sets the clock of timestamps: nanoseconds since 1970. The default is the system's coarse clock, which advances
+    /// every 1 to 10 ms. The clock may go back.
+    pub fn clock(self, now_ns: impl Fn() -> i64 + Send + Sync + 'static) -> Self {
+        Self { clock: Clock::Custom(Box::new(now_ns)), ..self }
+    }
+
+    /// Sets the number of significant bits of the hashes of names, for tests with many equal hashes.
+    #[doc(hidden)]
+    pub fn hash_bits(self, bits: u32) -> Self {
+        Self { hash_bits: bits, ..self }
+    }
+
+    /// Creates the file system.
+    ///
+    /// # Errors
+    ///
+    /// Those of creating a page cache and six slab caches: [`crate::Error::Memory`], [`crate::Error::NoSpace`].
+    pub fn build(self) -> Result<RamFs> {
+        self.build_in(Slabs::of_process()?, Caches::of_process()?)
+    }
+
+    /// Creates the file system in an instance of its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`Builder::build`].
+    #[doc(hidden)] // programs have one instance, tests have several
+    pub fn build_in(self, slabs: &'static Slabs, caches: &'static Caches) -> Result<RamFs> {
+        let settings = |kind: &str| {
+            let settings = Settings::new(&format!("{}_{kind}", self.name)).movable(self.is_movable);
+            match self.used_ratio {
+                Some(percent) => settings.defrag_used_ratio(percent),
+                None => settings,
+            }
+        };
+        let inodes = slabs.by_handle(settings("inode"))?;
+        let dentries = slabs.by_handle(settings("dentry"))?;
+        let indices = slabs.by_handle(settings("index"))?;
+        let files = slabs.by_handle(settings("file"))?;
+        let texts = slabs.by_handle(settings("text"))?;
+        let xattrs = slabs.by_handle(settings("xattr"))?;
+        let whole = Domain::new(Quota { bytes: u64::MAX, inodes: self.inodes }, 0, None);
+        whole.charge_inode()?;
+        let root = inodes.insert(root_inode(self.root_mode, self.clock.now_ns()))?;
+        inodes.update(root, |old| Inode { parent: root.to_bits(), ..*old })?;
+        let inner = Inner {
+            inodes,
+            dentries,
+            indices,
+            files,
+            texts,
+            xattrs,
+            cache: self.cache.build_in(caches)?,
+            root,
+            locks: InodeLocks::new(),
+            rename_lock: Lock::new(),
+            active: ActiveInodes::new(),
+            negatives: Negatives::new(self.negative_dentries)?,
+            whole,
+            domains: Domains::default(),
+            watches: Watches::default(),
+            hasher: NameHasher::new(RandomState::new().hash_one(0), self.hash_bits),
+            clock: self.clock,
+            next_ino: AtomicU64::new(ROOT_INO + 1),
+            index_bytes: AtomicU64::new(0),
+            is_movable: self.is_movable,
+        };
+        // The root is always in use, so it keeps its handle and is found by its number.
+        inner.begin_use(root)?;
+        Ok(RamFs { inner: Arc::new(inner), caller: Caller::root() })
+    }
+}
+
+fn root_inode(mode: u32, now_ns: i64) -> Inode {
+    Inode {
+        ino: ROOT_INO,
+        data: 0,
+        parent: Handle::<Inode>::from_bits(0).to_bits(),
+        xattrs: 0,
+        accessed_ns: now_ns,
+        modified_ns: now_ns,
+        changed_ns: now_ns,
+        created_ns: now_ns,
+        mode: libc::S_IFDIR | mode,
+        uid: 0,
+        gid: 0,
+        links: 2,
+        quota: 0,
+    }
+}
+
+impl std::fmt::Debug for Builder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, inodes, is_movable, .. } = self;
+        let mut text = f.debug_struct("Builder");
+        text.field("name", name).field("inodes", inodes).field("is_movable", is_movable).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,301 @@
+//! Data of regular files: mappings of the page cache, made when a file gets its first byte.
+
+use super::{Inner, STALE};
+use crate::active::Active;
+use crate::error::{Error, Result};
+use crate::file::Allocate;
+use crate::inode::{Inode, InodeHandle};
+use crate::quota::Domain;
+use crate::watch::EventKind;
+use pagemill_cache::Mapping;
+use pagemill_slab::{Handle, enter};
+use pagemill_store::Store;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Time after which a read sets the time of the last access anew, as with `relatime` in Linux.
+const ACCESS_TIME_NS: i64 = 24 * 3600 * 1_000_000_000;
+
+/// The data of a file.
+pub(crate) struct FileData {
+    pub mapping: Mapping,
+    /// Quota to which the memory is charged.
+    domain: Option<Arc<Domain>>,
+    /// Bytes charged to `domain`.
+    charged: AtomicU64,
+    has_store: bool,
+}
+
+impl FileData {
+    /// Returns the bytes of memory in a range, which begins and ends with a page.
+    fn allocated_in(&self, start: u64, end: u64, page_bytes: u64) -> u64 {
+        let (mut at, mut sum) = (start, 0);
+        while at < end {
+            let Ok(Some(data)) = self.mapping.seek_data(at) else { break };
+            if data >= end {
+                break;
+            }
+            let hole = self.mapping.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
+            sum += hole - data / page_bytes * page_bytes;
+            at = hole.max(data + 1);
+        }
+        sum
+    }
+
+    /// Returns the bytes of memory of the file. In a file with a store all bytes count.
+    ///
+    /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages.
+    pub fn allocated_bytes(&self, page_bytes: u64) -> u64 {
+        let end = self.mapping.size_bytes().next_multiple_of(page_bytes);
+        if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
+    }
+
+    /// Makes the charge equal to the memory in use, after a change that freed memory.
+    fn reconcile(&self, page_bytes: u64) {
+        if let Some(domain) = &self.domain {
+            let allocated = self.allocated_bytes(page_bytes);
+            let surplus = self.charged.load(Relaxed).saturating_sub(allocated);
+            self.charged.fetch_sub(surplus, Relaxed);
+            domain.discharge_bytes(surplus);
+        }
+    }
+}
+
+impl Inner {
+    /// Returns the data of a regular file, if it has some.
+    pub fn data_of(&self, inode: &Inode) -> Option<Arc<FileData>> {
+        let has_data = inode.is_regular() && inode.data != 0;
+        has_data.then(|| self.files.get(Handle::from_bits(inode.data), &enter()).cloned()).flatten()
+    }
+
+    /// Returns the data of a file in use. Creates them if the file has none. The caller has the lock `writing`.
+    pub fn data_for_write<'a>(&self, active: &'a Active) -> Result<&'a Arc<FileData>> {
+        match active.data.get() {
+            Some(data) => Ok(data),
+            None => self.attach(active, self.cache.create()?, false),
+        }
+    }
+
+    /// Gives a file its data.
+    fn attach<'a>(&self, active: &'a Active, mapping: Mapping, has_store: bool) -> Result<&'a Arc<FileData>> {
+        let domain = self.domains.get(self.inode(active.inode)?.quota);
+        let data = Arc::new(FileData { mapping, domain, charged: AtomicU64::new(0), has_store });
+        let handle = self.files.insert(data.clone())?;
+        let updated = self.update_inode(active.inode, |old| Inode { data: handle.to_bits(), ..*old });
+        updated.inspect_err(|_| _ = self.files.remove(handle))?;
+        Ok(active.data.get_or_init(|| data))
+    }
+
+    /// Gives an empty file a store, from which its pages are read and to which they are written back.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if the file has data, and those of the store.
+    pub fn attach_store(&self, active: &Active, store: Arc<dyn Store>) -> Result<()> {
+        let _writing = active.writing.lock();
+        if active.data.get().is_some() {
+            return Err(Error::Busy { what: "a file with data gets no store" });
+        }
+        self.attach(active, self.cache.open(store)?, true).map(|_| ())
+    }
+
+    pub fn size_of(&self, active: &Active) -> u64 {
+        active.data.get().map_or(0, |data| data.mapping.size_bytes())
+    }
+
+    /// Writes bytes into a file at `offset`, or at its end with `None`. Returns how many bytes found memory.
+    pub fn write(&self, active: &Active, from: &[u8], offset: Option<u64>, is_privileged: bool) -> Result<usize> {
+        if from.is_empty() {
+            return Ok(0);
+        }
+        let _writing = active.writing.lock();
+        let offset = offset.unwrap_or_else(|| self.size_of(active));
+        self.note_modified(active.inode, is_privileged)?;
+        let data = self.data_for_write(active)?;
+        let written = match &data.domain {
+            None => data.mapping.write_at(from, offset)?,
+            Some(domain) => self.write_charged(data, domain, from, offset)?,
+        };
+        self.watches.notify(EventKind::Modified, active.ino, b"");
+        Ok(written)
+    }
+
+    /// Writes into a file with a quota: charges the missing pages first, and writes as much as the quota has room for.
+    fn write_charged(&self, data: &FileData, domain: &Domain, from: &[u8], offset: u64) -> Result<usize> {
+        let page = self.page_bytes();
+        let start = offset / page * page;
+        let end = offset.saturating_add(from.len() as u64);
+        let missing = |end: u64| {
+            let end = end.next_multiple_of(page);
+            end - start - data.allocated_in(start, end, page)
+        };
+        let mut end = end;
+        while let Err(error) = domain.charge_bytes(missing(end)) {
+            // Writes only what fits. Another thread may use up the room meanwhile, so the bound falls in each round.
+            let fitting = (start + domain.room_bytes() / page * page).min((end - 1) / page * page);
+            if fitting <= offset {
+                return Err(error);
+            }
+            end = fitting;
+        }
+        let charged = missing(end);
+        // A huge folio covers more than the bytes written.
+        let huge = self.cache.huge_bytes() as u64;
+        let around = (offset / huge * huge, end.next_multiple_of(huge));
+        let before = data.allocated_in(around.0, around.1, page);
+        let written = data.mapping.write_at(&from[..(end - offset) as usize], offset);
+        let grown = data.allocated_in(around.0, around.1, page).saturating_sub(before);
+        data.charged.fetch_add(grown, Relaxed);
+        if grown > charged {
+            domain.charge_excess(grown - charged);
+        } else {
+            domain.discharge_bytes(charged - grown);
+        }
+        Ok(written?)
+    }
+
+    /// Reads bytes of a file. Returns how many bytes are before the end.
+    pub fn read(&self, active: &Active, to: &mut [u8], offset: u64) -> Result<usize> {
+        let Some(data) = active.data.get() else { return Ok(0) };
+        let read = data.mapping.read_at(to, offset)?;
+        self.note_accessed(active.inode);
+        Ok(read)
+    }
+
+    /// Sets the length of a file.
+    pub fn truncate(&self, active: &Active, size_bytes: u64, is_privileged: bool) -> Result<()> {
+        let _writing = active.writing.lock();
+        if size_bytes > i64::MAX as u64 {
+            return Err(Error::Invalid { what: "a length beyond the largest offset" });
+        }
+        if size_bytes != 0 || active.data.get().is_some() {
+            let data = self.data_for_write(active)?;
+            data.mapping.truncate(size_bytes)?;
+            data.reconcile(self.page_bytes());
+        }
+        self.note_modified(active.inode, is_privileged)?;
+        self.watches.notify(EventKind::Modified, active.ino, b"");
+        Ok(())
+    }
+
+    /// Allocates, zeroes or frees a range of a file.
+    pub fn allocate(&self, active: &Active, how: Allocate, offset: u64, len_bytes: u64, is_root: bool) -> Result<()> {
+        if len_bytes == 0 {
+            return Err(Error::Invalid { what: "a range of 0 bytes" });
+        }
+        let most_bytes = i64::MAX as u64;
+        let end = offset.checked_add(len_bytes).filter(|end| *end <= most_bytes);
+        let end = end.ok_or(Error::FileTooLarge { size_bytes: offset.saturating_add(len_bytes), most_bytes })?;
+        let _writing = active.writing.lock();
+        let size = self.size_of(active);
+        let keeps_size = matches!(how, Allocate::KeepSize | Allocate::ZeroKeepSize);
+        if keeps_size && end > size {
+            return Err(Error::Unsupported { what: "memory behind the end of a file" });
+        }
+        let data = self.data_for_write(active)?;
+        match how {
+            Allocate::Punch => {
+                data.mapping.punch_hole(offset, len_bytes)?;
+                data.reconcile(self.page_bytes());
+            }
+            Allocate::Zero | Allocate::ZeroKeepSize => {
+                data.mapping.zero_range(offset, len_bytes.min(size.saturating_sub(offset)))?;
+                self.fill_holes(data, offset, end)?;
+            }
+            Allocate::Extend | Allocate::KeepSize => self.fill_holes(data, offset, end)?,
+        }
+        self.note_modified(active.inode, is_root)?;
+        self.watches.notify(EventKind::Modified, active.ino, b"");
+        Ok(())
+    }
+
+    /// Gives all pages of a range memory, and extends the file to the end of the range. After an error, pages that had
+    /// no memory have none again, and the length is as before. The caller has the lock `writing`.
+    fn fill_holes(&self, data: &FileData, start: u64, end: u64) -> Result<()> {
+        let (old_size, page) = (data.mapping.size_bytes(), self.page_bytes());
+        let mut filled = Vec::new();
+        if end > old_size {
+            data.mapping.truncate(end)?;
+        }
+        let fill = |filled: &mut Vec<(u64, u64)>| {
+            let mut at = start / page * page;
+            while at < end {
+                let hole = data.mapping.seek_hole(at)?;
+                if hole >= end {
+                    break;
+                }
+                let hole_end = data.mapping.seek_data(hole)?.unwrap_or(end).min(end);
+                self.fill_hole(data, hole, hole_end, filled)?;
+                at = hole_end;
+            }
+            Ok(())
+        };
+        let done = fill(&mut filled);
+        if done.is_err() {
+            for (at, len_bytes) in filled {
+                let _ = data.mapping.punch_hole(at, len_bytes);
+            }
+            if end > old_size {
+                let _ = data.mapping.truncate(old_size);
+            }
+            data.reconcile(page);
+        }
+        done
+    }
+
+    fn fill_hole(&self, data: &FileData, start: u64, end: u64, filled: &mut Vec<(u64, u64)>) -> Result<()> {
+        const ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        let mut at = start;
+        while at < end {
+            let zeros = &ZEROS[..ZEROS.len().min((end - at) as usize)];
+            let written = match &data.domain {
+                None => data.mapping.write_at(zeros, at)?,
+                Some(domain) => self.write_charged(data, domain, zeros, at)?,
+            };
+            filled.push((at, written as u64));
+            at += written as u64;
+        }
+        Ok(())
+    }
+
+    /// Frees the data of a file that was freed. Its memory is free at once, although readers may still have a reference.
+    pub(super) fn free_data(&self, inode: &Inode) {
+        let Some(data) = self.data_of(inode) else { return };
+        let _ = self.files.remove(Handle::from_bits(inode.data));
+        if !data.has_store {
+            let _ = data.mapping.truncate(0);
+        }
+        if let Some(domain) = &data.domain {
+            domain.discharge_bytes(data.charged.swap(0, Relaxed));
+        }
+    }
+
+    /// Sets the times of a change of data, and clears the set-user-ID and set-group-ID bits after a change by an
+    /// unprivileged caller.
+    fn note_modified(&self, handle: InodeHandle, is_privileged: bool) -> Result<()> {
+        let now_ns = self.clock.now_ns();
+        let mode = |inode: &Inode| if is_privileged { inode.mode } else { inode.mode_without_set_id() };
+        let guard = enter();
+        let inode = self.inodes.get(handle, &guard).ok_or(STALE)?;
+        if inode.modified_ns == now_ns && inode.changed_ns == now_ns && inode.mode == mode(inode) {
+            return Ok(());
+        }
+        drop(guard);
+        self.update_inode(handle, |old| Inode { modified_ns: now_ns, changed_ns: now_ns, mode: mode(old), ..*old })
+    }
+
+    /// Sets the time of the last access if it is older than the last change, or than a day. Without memory, the time
+    /// stays as it is.
+    pub(super) fn note_accessed(&self, handle: InodeHandle) {
+        let now_ns = self.clock.now_ns();
+        let guard = enter();
+        let Some(inode) = self.inodes.get(handle, &guard) else { return };
+        let is_due = inode.accessed_ns <= inode.modified_ns
+            || inode.accessed_ns <= inode.changed_ns
+            || now_ns.saturating_sub(inode.accessed_ns) >= ACCESS_TIME_NS;
+        if is_due && inode.accessed_ns != now_ns {
+            drop(guard);
+            let _ = self.update_inode(handle, |old| Inode { accessed_ns: now_ns, ..*old });
+        }
+    }
+}
