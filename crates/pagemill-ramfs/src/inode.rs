@@ -17,7 +17,7 @@ pub(crate) type InodeHandle = Handle<Inode>;
 pub(crate) const MAX_LINKS: u32 = 1 << 31;
 
 const TYPE_MASK: u32 = libc::S_IFMT;
-/// Size that a directory reports for each entry, as in tmpfs.
+/// Size that a directory reports for each entry, with `.` and `..`, as in tmpfs.
 pub(crate) const ENTRY_BYTES: u64 = 20;
 
 /// The kind of a file.

@@ -44,6 +44,8 @@ mod negative;
 mod paths;
 mod quota;
 mod range_lock;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
 mod watch;
 
 pub use access::{Access, Caller};

@@ -21,7 +21,7 @@ impl Inner {
     pub(super) fn attributes_of(&self, inode: &Inode, guard: &Guard) -> Attr {
         let page_bytes = self.page_bytes();
         let (size_bytes, allocated_bytes) = if inode.is_directory() {
-            (self.entry_count(inode) * ENTRY_BYTES, 0)
+            ((self.entry_count(inode) + 2) * ENTRY_BYTES, 0)
         } else if inode.is_symlink() {
             (self.texts.get(Handle::from_bits(inode.data), guard).map_or(0, |target| target.len() as u64), 0)
         } else if inode.is_regular() && inode.data != 0 {

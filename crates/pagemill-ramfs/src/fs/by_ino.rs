@@ -50,7 +50,7 @@ impl Inner {
     pub fn retry<T>(&self, mut act: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match act() {
-                Err(Error::Stale { ino: 0 }) => std::thread::yield_now(),
+                Err(Error::Stale { ino: 0 }) => pagemill_core::sync::pause(),
                 result => return result,
             }
         }

@@ -11,6 +11,7 @@ pub(crate) mod remove;
 mod rename;
 mod shrink;
 pub(crate) mod step;
+mod tree;
 pub(crate) mod walk;
 mod xattr;
 

@@ -119,6 +119,15 @@ impl Inner {
         ]
     }
 
+    /// As [`Inner::renumber`], but of all objects, also of those with low handles.
+    #[cfg(all(test, shuttle))]
+    pub fn renumber_all(&self) {
+        let mut waiting = vec![self.root];
+        while let Some(directory) = waiting.pop() {
+            self.renumber_directory(directory, Bounds { inode: 0, dentry: 0 }, &mut waiting);
+        }
+    }
+
     /// Gives inodes and dentries with high handles low ones, directory by directory. Returns their number.
     fn renumber(&self) -> Result<u64> {
         let bounds = Bounds { inode: bound_of(&self.inodes), dentry: bound_of(&self.dentries) };

@@ -1,0 +1,105 @@
+//! Path walks, renames and shrinks at the same time, in random schedules.
+
+use crate::{Error, RamFs, Rename};
+use pagemill_core::sync::modelled::reset_clock;
+use pagemill_testbed::Testbed;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Config, MaxSteps, Runner};
+
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `PCT_DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
+const PCT_DEPTH: usize = 4;
+
+/// Maximum number of steps of a run. A longer run waits for an event that never comes.
+const MAX_STEPS: usize = 2_000_000;
+
+/// Number of schedules of each kind. Reserved addresses are never freed, so there are few.
+const RUNS: usize = 60;
+
+/// Runs a test on a new file system in many schedules.
+fn run_in_many_schedules(run: impl Fn(RamFs) + Clone + Send + Sync + 'static) {
+    let config = || {
+        let mut config = Config::new();
+        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
+        config
+    };
+    let begin = move || {
+        reset_clock();
+        let testbed = Testbed::for_test();
+        testbed.caches.collapse_by_hand();
+        let builder = RamFs::builder("shuttle").bytes(1 << 20).negative_dentries(1);
+        run(builder.build_in(testbed.slabs, testbed.caches).unwrap());
+    };
+    Runner::new(RandomScheduler::new(RUNS), config()).run(begin.clone());
+    Runner::new(PctScheduler::new(PCT_DEPTH, RUNS), config()).run(begin);
+}
+
+/// One thread renames a file within a directory, one gives all objects lower handles and moves them, and one walks. A
+/// walk must find the file that stays, exactly one of the two names of the other, and no other inode.
+#[test]
+fn walks_meet_renames_and_shrinks() {
+    run_in_many_schedules(|fs| {
+        fs.create_dir("/d").unwrap();
+        // Leaves holes before the handles that stay, so that the shrink has something to do.
+        (0..4).for_each(|i| fs.write(format!("/d/gone{i}"), b"").unwrap());
+        fs.write("/d/stays", b"").unwrap();
+        fs.write("/d/one", b"").unwrap();
+        (0..4).for_each(|i| fs.remove_file(format!("/d/gone{i}")).unwrap());
+        let [stays, moved] = ["/d/stays", "/d/one"].map(|path| fs.metadata(path).unwrap().ino);
+        let renaming = fs.clone();
+        let renamer = shuttle::thread::spawn(move || {
+            renaming.rename("/d/one", "/d/two").unwrap();
+            renaming.rename_with("/d/two", "/d/one", Rename::NoReplace).unwrap();
+        });
+        let shrinking = fs.clone();
+        let shrinker = shuttle::thread::spawn(move || shrinking.inner.renumber_all());
+        for _ in 0..2 {
+            assert_eq!(fs.metadata("/d/stays").unwrap().ino, stays);
+            for path in ["/d/one", "/d/two"] {
+                match fs.metadata(path) {
+                    Ok(attr) => assert_eq!(attr.ino, moved),
+                    Err(error) => assert!(matches!(error, Error::NotFound), "{error}"),
+                }
+            }
+            let entries = fs.read_dir("/d").unwrap();
+            let count = |ino| entries.iter().filter(|entry| entry.ino == ino).count();
+            assert_eq!(count(stays), 1, "{entries:?}");
+            assert!(count(moved) >= 1, "a rename within a directory is one change: {entries:?}");
+        }
+        renamer.join().unwrap();
+        shrinker.join().unwrap();
+        assert_eq!(fs.metadata("/d/one").unwrap().ino, moved);
+    });
+}
+
+/// Two threads create the same name, one removes it, and one renames a directory above it. Each inode must be freed
+/// once, and at most one creation may find the name free at a time.
+#[test]
+fn creations_meet_removals_and_moves() {
+    run_in_many_schedules(|fs| {
+        fs.create_dir_all("/a/b").unwrap();
+        fs.create_dir("/c").unwrap();
+        let create = |fs: RamFs| {
+            move || {
+                ["/a/b/x", "/c/b/x"].map(|path| {
+                    match fs.open(path, &crate::OpenOptions::new().write(true).create_new(true)) {
+                        Ok(file) => u32::from(file.metadata().unwrap().links <= 1),
+                        Err(error) => {
+                            assert!(matches!(error, Error::NotFound | Error::Exists), "{error}");
+                            0
+                        }
+                    }
+                })
+            }
+        };
+        let creators = [0, 1].map(|_| shuttle::thread::spawn(create(fs.clone())));
+        let moving = fs.clone();
+        let mover = shuttle::thread::spawn(move || moving.rename("/a/b", "/c/b").unwrap());
+        let removed = ["/a/b/x", "/c/b/x"].map(|path| u32::from(fs.remove_file(path).is_ok()));
+        let made: u32 = creators.into_iter().flat_map(|creator| creator.join().unwrap()).sum();
+        mover.join().unwrap();
+        let left = fs.read_dir("/c/b").unwrap().len() as u32;
+        assert_eq!(made, removed.iter().sum::<u32>() + left);
+        assert_eq!(fs.usage().inodes, 4 + u64::from(left), "root, /a, /c, /c/b");
+    });
+}
