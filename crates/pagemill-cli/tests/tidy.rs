@@ -20,7 +20,7 @@ const MAX_FN_LINES: usize = 100;
 
 /// The crates of the library, from the lowest to the highest layer, without the prefix `pagemill-`. Cargo enforces
 /// their order. `pagemill`, which is not in the list, re-exports their public items.
-const LIBRARY_CRATES: &[&str] = &["core", "heap", "volatile", "xarray", "store", "slab", "cache"];
+const LIBRARY_CRATES: &[&str] = &["core", "heap", "volatile", "xarray", "store", "slab", "cache", "ramfs"];
 
 /// Modules of `crates/pagemill-core/src`, each with its layer. The code of a module may name the module itself and
 /// modules of lower layers.

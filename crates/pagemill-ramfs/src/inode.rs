@@ -70,7 +70,7 @@ pub(crate) struct Inode {
     /// Directory: handle of its child index, 0 while it has never had an entry. Regular file: handle of its data, 0
     /// while it has none. Symbolic link: handle of its target. Device: its number.
     pub data: u64,
-    /// Directory: handle of its parent's inode. The root is its own parent.
+    /// Directory: handle of its parent's inode. The root is its own parent. Regular file: flags (`fs::volatile`).
     pub parent: u64,
     /// Handle of the extended attributes; 0 if there are none.
     pub xattrs: u64,

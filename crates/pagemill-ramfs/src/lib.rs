@@ -46,6 +46,7 @@ mod quota;
 mod range_lock;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
+mod vfs;
 mod watch;
 
 pub use access::{Access, Caller};
@@ -57,4 +58,5 @@ pub use inode::{Attr, FileType, Ino, SetAttr, SetTime};
 pub use paths::Listed;
 pub use quota::{Quota, QuotaUsage};
 pub use range_lock::{LockKind, LockRange};
+pub use vfs::{FileSystem, OpenFile, RealFs};
 pub use watch::{Event, EventKind, Watch};

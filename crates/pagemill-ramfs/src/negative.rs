@@ -11,6 +11,7 @@ use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU64, Guarded, Relaxed};
 use std::collections::VecDeque;
+use std::sync::atomic::AtomicUsize;
 
 /// Handles that a slab cache can have.
 const MAX_HANDLES: usize = 1 << 26;
@@ -29,6 +30,8 @@ pub(crate) struct Negative {
 /// The negative dentries of a file system.
 pub(crate) struct Negatives {
     limit: usize,
+    /// Number of negative dentries. The list may be longer, because names that exist by now stay in it until their turn.
+    count: AtomicUsize,
     list: Guarded<List>,
     /// One bit for each dentry handle, set when the dentry was found.
     found: Table<AtomicU64>,
@@ -44,7 +47,7 @@ struct List {
 impl Negatives {
     pub fn new(limit: usize) -> Result<Self> {
         let words = if limit == 0 { 1 } else { MAX_HANDLES / WORD_BITS };
-        Ok(Self { limit, list: Guarded::default(), found: Table::new_readable(words)? })
+        Ok(Self { limit, count: AtomicUsize::new(0), list: Guarded::default(), found: Table::new_readable(words)? })
     }
 
     pub fn limit(&self) -> usize {
@@ -52,7 +55,7 @@ impl Negatives {
     }
 
     pub fn len(&self) -> usize {
-        self.list.with(|list| list.oldest_first.len())
+        self.count.load(Relaxed)
     }
 
     /// Records that a negative dentry was found. Writes only if the bit is not set yet.
@@ -85,9 +88,16 @@ impl Negatives {
             }
             self.take_found(negative.dentry);
             list.oldest_first.push_back(negative);
+            self.count.fetch_add(1, Relaxed);
             let surplus = list.oldest_first.len().saturating_sub(self.limit);
             Ok(self.take_oldest(list, surplus))
         })
+    }
+
+    /// Counts negative dentries that were freed, or whose names exist now.
+    pub fn note_ended(&self, count: usize) {
+        let before = self.count.fetch_sub(count, Relaxed);
+        debug_assert!(before >= count, "a negative dentry ends once");
     }
 
     /// Takes the `count` oldest dentries of the list, except those found since they were last examined.

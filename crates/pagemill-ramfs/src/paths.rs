@@ -29,8 +29,15 @@ impl RamFs {
         inner.retry(|| act(inner, &inner.walk(bytes(path), &self.caller, last)?))
     }
 
-    fn inode_at<T>(&self, path: &Path, last: Last, act: impl Fn(&Inner, InodeHandle) -> Result<T>) -> Result<T> {
-        self.at(path, last, |inner, walked| {
+    pub(crate) fn inode_at<T>(
+        &self,
+        path: &Path,
+        last: Last,
+        act: impl Fn(&Inner, InodeHandle) -> Result<T>,
+    ) -> Result<T> {
+        let inner = &*self.inner;
+        inner.retry(|| {
+            let walked = inner.walk_to_inode(bytes(path), &self.caller, last)?;
             let inode = walked.found()?;
             if walked.has_slash && !inner.inode(inode)?.is_directory() {
                 return Err(Error::NotDirectory);
@@ -268,7 +275,7 @@ impl RamFs {
 
     /// Returns whether a path leads to a file. Errors count as no.
     pub fn exists(&self, path: impl AsRef<Path>) -> bool {
-        self.inner.retry(|| self.inner.walk(bytes(path.as_ref()), &self.caller, Last::Follow)?.found()).is_ok()
+        self.inode_at(path.as_ref(), Last::Follow, |_, inode| Ok(inode)).is_ok()
     }
 
     /// Changes attributes of the file that a path leads to.

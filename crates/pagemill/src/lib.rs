@@ -124,7 +124,8 @@ pub mod cache {
 pub mod ramfs {
     pub use pagemill_ramfs::{
         Access, Allocate, Attr, Builder, Caller, DirEntry, Entry, Error, Event, EventKind, File, FileType, Ino, Listed,
-        LockKind, LockRange, OpenOptions, Quota, QuotaUsage, RamFs, Rename, Result, SetAttr, SetTime, SetXattr, Shrunk,
+        FileSystem, LockKind, LockRange, OpenFile, OpenOptions, Quota, QuotaUsage, RamFs, RealFs, Rename, Result,
+        SetAttr, SetTime, SetXattr, Shrunk,
         Usage, Watch, Whence,
     };
 }

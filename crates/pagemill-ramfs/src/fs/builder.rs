@@ -12,7 +12,7 @@ use crate::negative::Negatives;
 use crate::quota::{Domain, Domains, Quota};
 use crate::watch::Watches;
 use pagemill_cache::{Caches, PageCache, Policy, Source};
-use pagemill_core::sync::Lock;
+use pagemill_core::sync::{Guarded, Lock};
 use pagemill_core::units::PageSize;
 use pagemill_slab::{Handle, Settings, Slabs};
 use std::hash::{BuildHasher, RandomState};
@@ -181,6 +181,7 @@ impl Builder {
             negatives: Negatives::new(self.negative_dentries)?,
             whole,
             domains: Domains::default(),
+            volatile: Guarded::default(),
             watches: Watches::default(),
             hasher: NameHasher::new(RandomState::new().hash_one(0), self.hash_bits),
             clock: self.clock,

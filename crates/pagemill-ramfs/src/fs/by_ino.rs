@@ -92,12 +92,12 @@ impl RamFs {
                     return Err(Error::NotDirectory);
                 }
                 caller.check(directory, Access::EXECUTE)?;
-                inner.step_or_dots(handle, directory, name, &guard)?.map(|(found, _)| found)
+                inner.step_or_dots(handle, directory, name, &guard)?.handle()
             };
             match found {
-                Some(found) => inner.entry(found),
-                None => {
-                    if inner.negatives.limit() > 0 {
+                Ok(found) => inner.entry(found),
+                Err(is_known) => {
+                    if inner.negatives.limit() > 0 && !is_known {
                         inner.add_negative(handle, name);
                     }
                     Err(Error::NotFound)

@@ -1,5 +1,6 @@
 //! New inodes and new names: files, directories, links.
 
+use super::volatile::LINKABLE;
 use super::{Inner, STALE};
 use crate::access::{Access, Caller};
 use crate::active::Active;
@@ -13,9 +14,6 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Maximum length of the target of a symbolic link in bytes.
 const MAX_TARGET_BYTES: usize = 4095;
-
-/// Value of [`Inode::parent`] in a file without a name that may get one (`O_TMPFILE`).
-pub(super) const LINKABLE: u64 = 1;
 
 /// What a new inode is.
 #[derive(Clone, Copy)]
@@ -204,7 +202,7 @@ impl Inner {
         if inode.is_directory() {
             return Err(Error::NotPermitted { what: "directories have one name" });
         }
-        if inode.links == 0 && inode.parent != LINKABLE {
+        if inode.links == 0 && inode.parent & LINKABLE == 0 {
             return Err(Error::NotFound);
         }
         if inode.links >= MAX_LINKS {
@@ -216,7 +214,12 @@ impl Inner {
         let prepared = self.prepare_name((directory, &parent), name, located, handle)?;
         self.touch_directory(directory, &parent, 0)?;
         let now_ns = self.clock.now_ns();
-        self.update_inode(handle, |old| Inode { links: old.links + 1, parent: 0, changed_ns: now_ns, ..*old })?;
+        self.update_inode(handle, |old| Inode {
+            links: old.links + 1,
+            parent: old.parent & !LINKABLE,
+            changed_ns: now_ns,
+            ..*old
+        })?;
         self.publish_name(prepared);
         self.watches.notify(EventKind::Created, parent.ino, name);
         Ok(())

@@ -50,6 +50,18 @@ impl FileData {
         if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
     }
 
+    /// Returns whether the file has memory that only this file system knows the contents of.
+    pub fn is_purgeable(&self) -> bool {
+        !self.has_store && self.mapping.size_bytes() > 0
+    }
+
+    /// Removes all bytes. Returns whether that worked.
+    pub fn empty(&self, page_bytes: u64) -> bool {
+        let is_done = self.mapping.truncate(0).is_ok();
+        self.reconcile(page_bytes);
+        is_done
+    }
+
     /// Makes the charge equal to the memory in use, after a change that freed memory.
     fn reconcile(&self, page_bytes: u64) {
         if let Some(domain) = &self.domain {
@@ -112,9 +124,15 @@ impl Inner {
         let offset = offset.unwrap_or_else(|| self.size_of(active));
         self.note_modified(active.inode, is_privileged)?;
         let data = self.data_for_write(active)?;
-        let written = match &data.domain {
-            None => data.mapping.write_at(from, offset)?,
-            Some(domain) => self.write_charged(data, domain, from, offset)?,
+        let written = loop {
+            let written = match &data.domain {
+                None => data.mapping.write_at(from, offset).map_err(Error::from),
+                Some(domain) => self.write_charged(data, domain, from, offset),
+            };
+            match written {
+                Err(Error::NoSpace { .. }) if self.purge_one() => {}
+                written => break written?,
+            }
         };
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(written)

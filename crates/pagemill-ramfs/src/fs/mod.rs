@@ -12,6 +12,7 @@ mod rename;
 mod shrink;
 pub(crate) mod step;
 mod tree;
+pub(crate) mod volatile;
 pub(crate) mod walk;
 mod xattr;
 
@@ -36,10 +37,11 @@ use crate::watch::Watches;
 use builder::Builder;
 use data::FileData;
 use pagemill_cache::PageCache;
-use pagemill_core::sync::Lock;
+use pagemill_core::sync::{Guarded, Lock};
 use pagemill_slab::{HandleMap, SlabCache, enter};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use volatile::VolatileFiles;
 use xattr::XattrSet;
 
 /// Number of the root directory.
@@ -90,6 +92,7 @@ pub(crate) struct Inner {
     /// Inodes of the whole file system.
     pub whole: Domain,
     pub domains: Domains,
+    pub volatile: Guarded<VolatileFiles>,
     pub watches: Watches,
     pub hasher: NameHasher,
     pub clock: Clock,

@@ -110,6 +110,7 @@ impl Inner {
         }
         drop(change);
         if let Some(negative) = prepared.negative {
+            self.negatives.note_ended(1);
             self.free_dentry(negative.dentry);
         }
     }
@@ -251,8 +252,9 @@ impl Inner {
         let Ok(Some(removed)) = self.indices.remove(index) else { return };
         self.index_bytes.fetch_sub(removed.bytes(), Relaxed);
         let dentries: Vec<DentryHandle> = removed.iter_after(0).map(|child| child.dentry).collect();
-        if !dentries.is_empty() {
+        if self.negatives.limit() > 0 {
             self.negatives.take_where(|negative| negative.index == index);
+            self.negatives.note_ended(dentries.len());
             dentries.into_iter().for_each(|dentry| self.free_dentry(dentry));
         }
     }
@@ -266,7 +268,7 @@ impl Inner {
         let locked = self.locks.lock([directory.ino]);
         let evicted = self.try_add_negative(handle, name).unwrap_or_default();
         drop(locked);
-        evicted.into_iter().for_each(|negative| self.evict_negative(negative));
+        evicted.into_iter().for_each(|negative| _ = self.evict_negative(negative));
     }
 
     fn try_add_negative(&self, handle: InodeHandle, name: &[u8]) -> Result<Vec<Negative>> {
@@ -285,15 +287,20 @@ impl Inner {
         Ok(evicted)
     }
 
-    /// Removes a negative dentry that was taken out of the list of negative dentries. The caller has no lock.
-    pub(super) fn evict_negative(&self, negative: Negative) {
+    /// Removes a negative dentry that was taken out of the list of negative dentries. Returns false if its name exists by
+    /// now. The caller has no lock.
+    pub(super) fn evict_negative(&self, negative: Negative) -> bool {
         let _locked = self.locks.lock([negative.directory]);
         let guard = enter();
-        let Some(index) = self.indices.get(negative.index, &guard) else { return };
+        let Some(index) = self.indices.get(negative.index, &guard) else { return false };
         // The name may exist by now, with another dentry.
-        if index.iter_after(negative.hash - 1).next() == Some(Child { hash: negative.hash, dentry: negative.dentry }) {
+        let is_negative =
+            index.iter_after(negative.hash - 1).next() == Some(Child { hash: negative.hash, dentry: negative.dentry });
+        if is_negative {
             index.begin_change().remove(negative.hash, false);
+            self.negatives.note_ended(1);
             self.free_dentry(negative.dentry);
         }
+        is_negative
     }
 }

@@ -230,7 +230,10 @@ impl Inner {
             None => {
                 let negative = prepared.negative();
                 self.change_names(&mut [], Some((&from_directory, from)), Some(&mut prepared));
-                negative.iter().for_each(|negative| self.free_dentry(negative.dentry));
+                negative.iter().for_each(|negative| {
+                    self.negatives.note_ended(1);
+                    self.free_dentry(negative.dentry);
+                });
             }
         }
         Ok(())

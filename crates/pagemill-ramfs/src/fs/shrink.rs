@@ -4,11 +4,13 @@
 //! [`RamFs::shrink`] first gives inodes and dentries with high handles low ones (*renumbering*). Only an inode that is
 //! not in use and has one name gets another handle, because then its directory has the only reference to it.
 
+use super::volatile::VOLATILE;
 use super::{Inner, RamFs};
 use crate::child_index::{Child, ChildIndex};
 use crate::dentry::{Dentry, DentryHandle};
 use crate::error::Result;
 use crate::inode::{Inode, InodeHandle};
+use crate::negative::Negative;
 use pagemill_slab::{Handle, HandleMap, Movable, SlabCache, enter};
 
 /// Handles in one page of a handle table.
@@ -86,8 +88,7 @@ impl RamFs {
         let before = inner.metadata_bytes();
         let is_sparse = inner.dentries.sparse_handles(used_percent)?;
         let chosen = inner.negatives.take_where(|negative| is_sparse.contains(&negative.dentry));
-        let freed_dentries = chosen.len() as u64;
-        chosen.into_iter().for_each(|negative| inner.evict_negative(negative));
+        let freed_dentries = inner.evict_negatives(chosen);
         inner.dentries.trim()?;
         Ok(Shrunk { freed_bytes: before.saturating_sub(inner.metadata_bytes()), freed_dentries, renumbered: 0 })
     }
@@ -95,10 +96,11 @@ impl RamFs {
 
 impl Inner {
     fn free_negatives(&self) -> u64 {
-        let negatives = self.negatives.take_where(|_| true);
-        let count = negatives.len() as u64;
-        negatives.into_iter().for_each(|negative| self.evict_negative(negative));
-        count
+        self.evict_negatives(self.negatives.take_where(|_| true))
+    }
+
+    fn evict_negatives(&self, negatives: Vec<Negative>) -> u64 {
+        negatives.into_iter().filter(|negative| self.evict_negative(*negative)).count() as u64
     }
 
     fn shrink_slabs(&self) -> Result<()> {
@@ -188,7 +190,8 @@ impl Inner {
             return None;
         }
         let inode = self.inode(old).ok()?;
-        if inode.links != 1 && !inode.is_directory() {
+        let has_other_reference = inode.links != 1 || inode.parent & VOLATILE != 0;
+        if has_other_reference && !inode.is_directory() {
             return None;
         }
         // No use of the inode begins while its shard is locked.

@@ -18,6 +18,17 @@ pub(crate) enum Step<'read> {
     Missing,
 }
 
+impl Step<'_> {
+    /// Returns the handle that was found, or else whether a negative dentry was found.
+    pub fn handle(self) -> Result<InodeHandle, bool> {
+        match self {
+            Self::Found(handle, _) => Ok(handle),
+            Self::Negative => Err(true),
+            Self::Missing => Err(false),
+        }
+    }
+}
+
 impl Inner {
     /// Looks a name up in a directory. The result was true at a moment during the call.
     ///

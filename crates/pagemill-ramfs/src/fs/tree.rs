@@ -61,7 +61,7 @@ impl RamFs {
                         let inode = inner.inodes.get(directory.inode, &guard).ok_or(super::STALE)?;
                         let found = inner.step_or_dots(directory.inode, inode, name, &guard)?;
                         // Removed since it was listed: nothing to visit.
-                        found.map(|(child, _)| inner.begin_use(child)).transpose()
+                        found.handle().ok().map(|child| inner.begin_use(child)).transpose()
                     };
                     if let Ok(Some(child)) = inner.retry(step) {
                         waiting.push(([&path[..], b"/", name].concat(), child));

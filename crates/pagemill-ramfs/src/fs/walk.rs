@@ -28,11 +28,18 @@ pub(crate) struct Walked<'path> {
     last: Range<usize>,
     /// The inode of the last component, if that exists.
     pub inode: Option<InodeHandle>,
+    /// Whether a negative dentry says that it does not.
+    is_negative: bool,
     /// Whether slashes follow the last component, which must be a directory then.
     pub has_slash: bool,
 }
 
-impl Walked<'_> {
+impl<'path> Walked<'path> {
+    /// The end of a walk at the root, or at a directory without a last component.
+    fn root(directory: InodeHandle, path: Cow<'path, [u8]>) -> Self {
+        Self { directory, path, last: 0..0, inode: Some(directory), is_negative: false, has_slash: true }
+    }
+
     /// Returns the last component; empty for the root.
     pub fn name(&self) -> &[u8] {
         &self.path[self.last.clone()]
@@ -57,6 +64,19 @@ fn component(path: &[u8], at: usize) -> Option<Range<usize>> {
 }
 
 impl Inner {
+    /// Walks a path to an existing inode. Otherwise as [`Inner::walk`]. Remembers a missing last component, if the limit
+    /// of negative dentries permits it.
+    pub fn walk_to_inode<'path>(&self, path: &'path [u8], caller: &Caller, last: Last) -> Result<Walked<'path>> {
+        let walked = self.walk(path, caller, last)?;
+        if walked.inode.is_none() {
+            if self.negatives.limit() > 0 && !walked.is_negative {
+                self.add_negative(walked.directory, walked.name());
+            }
+            return Err(Error::NotFound);
+        }
+        Ok(walked)
+    }
+
     /// Walks a path from the root. The last component need not exist.
     ///
     /// # Errors
@@ -72,12 +92,7 @@ impl Inner {
             return Err(Error::PathTooLong { len_bytes: path.len(), most_bytes: MAX_PATH_BYTES });
         }
         let guard = enter();
-        let walked = self.walk_from(self.root, Cow::Borrowed(path), caller, last, &guard)?;
-        drop(guard);
-        if walked.inode.is_none() && self.negatives.limit() > 0 {
-            self.add_negative(walked.directory, walked.name());
-        }
-        Ok(walked)
+        self.walk_from(self.root, Cow::Borrowed(path), caller, last, &guard)
     }
 
     fn walk_from<'path>(
@@ -92,7 +107,7 @@ impl Inner {
         let mut inode = self.inodes.get(start, guard).ok_or(STALE)?;
         let mut symlinks = 0;
         let Some(mut range) = component(&path, 0) else {
-            return Ok(Walked { directory, path, last: 0..0, inode: Some(directory), has_slash: true });
+            return Ok(Walked::root(directory, path));
         };
         loop {
             if !inode.is_directory() {
@@ -105,9 +120,12 @@ impl Inner {
             let next = component(&path, range.end);
             let has_slash = range.end < path.len();
             let at = match (found, next) {
-                (None, None) => return Ok(Walked { directory, path, last: range, inode: None, has_slash }),
-                (None, Some(_)) => return Err(Error::NotFound),
-                (Some((_, child)), ref next)
+                (Step::Missing | Step::Negative, Some(_)) => return Err(Error::NotFound),
+                (Step::Missing | Step::Negative, None) => {
+                    let is_negative = matches!(found, Step::Negative);
+                    return Ok(Walked { directory, path, last: range, inode: None, is_negative, has_slash });
+                }
+                (Step::Found(_, child), ref next)
                     if child.is_symlink() && (next.is_some() || has_slash || last == Last::Follow) =>
                 {
                     symlinks += 1;
@@ -122,17 +140,18 @@ impl Inner {
                     path = Cow::Owned([&**target, &path[range.end..]].concat());
                     0
                 }
-                (Some((handle, _)), None) => {
-                    return Ok(Walked { directory, path, last: range, inode: Some(handle), has_slash });
+                (Step::Found(handle, _), None) => {
+                    let inode = Some(handle);
+                    return Ok(Walked { directory, path, last: range, inode, is_negative: false, has_slash });
                 }
-                (Some((handle, child)), Some(next)) => {
+                (Step::Found(handle, child), Some(next)) => {
                     (directory, inode) = (handle, child);
                     next.start
                 }
             };
             range = match component(&path, at) {
                 Some(range) => range,
-                None => return Ok(Walked { directory, path, last: 0..0, inode: Some(directory), has_slash: true }),
+                None => return Ok(Walked::root(directory, path)),
             };
         }
     }
@@ -145,17 +164,12 @@ impl Inner {
         inode: &'read Inode,
         name: &[u8],
         guard: &'read Guard,
-    ) -> Result<Option<(InodeHandle, &'read Inode)>> {
+    ) -> Result<Step<'read>> {
         let other = match name {
             b"." => directory,
             b".." => inode.parent(),
-            _ => {
-                return Ok(match self.step(inode, name, guard) {
-                    Step::Found(handle, found) => Some((handle, found)),
-                    Step::Negative | Step::Missing => None,
-                });
-            }
+            _ => return Ok(self.step(inode, name, guard)),
         };
-        Ok(Some((other, self.inodes.get(other, guard).ok_or(STALE)?)))
+        Ok(Step::Found(other, self.inodes.get(other, guard).ok_or(STALE)?))
     }
 }

@@ -1,0 +1,107 @@
+//! Volatile files: their contents may be purged when the file system is full, while no program has them open.
+
+use super::walk::Last;
+use super::{Inner, RamFs};
+use crate::error::{Error, Result};
+use crate::inode::{Ino, Inode, InodeHandle};
+use std::path::Path;
+
+/// Flags of a regular file, in [`Inode::parent`], which only directories need otherwise.
+pub(super) const LINKABLE: u64 = 1;
+pub(super) const VOLATILE: u64 = 2;
+const PURGED: u64 = 4;
+
+impl RamFs {
+    /// Marks a regular file as volatile: when the file system has no room for a write, it purges volatile files that are
+    /// not open, the one marked first before the others. A purged file is empty. A mark of a marked file changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::IsDirectory`], [`Error::Invalid`] for other objects that are no regular files.
+    ///
+    /// ```
+    /// use pagemill::ramfs::RamFs;
+    ///
+    /// let fs = RamFs::builder("tiles").bytes(1 << 20).build()?;
+    /// fs.write("/tile", &[1; 700_000])?;
+    /// fs.mark_volatile("/tile")?;
+    /// fs.write("/other", &[2; 700_000])?; // no room without a purge
+    /// assert!(fs.unmark_volatile("/tile")?, "the tile is empty, and must be computed again");
+    /// assert_eq!(fs.metadata("/tile")?.size_bytes, 0);
+    /// # Ok::<(), pagemill::ramfs::Error>(())
+    /// ```
+    pub fn mark_volatile(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.inode_at(path.as_ref(), Last::Follow, Inner::mark_volatile)
+    }
+
+    /// Ends the mark of a volatile file. Returns whether its contents were purged since it was marked. False for a file
+    /// that is not marked.
+    ///
+    /// # Errors
+    ///
+    /// As [`RamFs::mark_volatile`].
+    pub fn unmark_volatile(&self, path: impl AsRef<Path>) -> Result<bool> {
+        self.inode_at(path.as_ref(), Last::Follow, Inner::unmark_volatile)
+    }
+}
+
+impl Inner {
+    fn regular_file(&self, handle: InodeHandle) -> Result<Inode> {
+        let inode = self.inode(handle)?;
+        match (inode.is_regular(), inode.is_directory()) {
+            (true, _) => Ok(inode),
+            (_, true) => Err(Error::IsDirectory),
+            _ => Err(Error::Invalid { what: "a volatile object that is no regular file" }),
+        }
+    }
+
+    fn mark_volatile(&self, handle: InodeHandle) -> Result<()> {
+        let ino = self.regular_file(handle)?.ino;
+        let _locked = self.locks.lock([ino]);
+        let inode = self.regular_file(handle)?;
+        if inode.parent & VOLATILE == 0 {
+            // From here on the inode keeps its handle.
+            self.update_inode(handle, |old| Inode { parent: old.parent | VOLATILE, ..*old })?;
+            self.volatile.with(|volatile| volatile.push_back((ino, handle)));
+        }
+        Ok(())
+    }
+
+    fn unmark_volatile(&self, handle: InodeHandle) -> Result<bool> {
+        let ino = self.regular_file(handle)?.ino;
+        let _locked = self.locks.lock([ino]);
+        let mut was_purged = false;
+        self.update_inode(handle, |old| {
+            was_purged = old.parent & PURGED != 0;
+            Inode { parent: old.parent & !(VOLATILE | PURGED), ..*old }
+        })?;
+        self.volatile.with(|volatile| volatile.retain(|(marked, _)| *marked != ino));
+        Ok(was_purged)
+    }
+
+    /// Purges the volatile file that was marked first and is not open. Returns false if there is none.
+    pub(super) fn purge_one(&self) -> bool {
+        let marked = self.volatile.with(|volatile| volatile.len());
+        for _ in 0..marked {
+            let Some((ino, handle)) = self.volatile.with(|volatile| volatile.pop_front()) else { return false };
+            match self.active.if_unused(ino, || self.purge(handle)) {
+                Some(true) => return true,
+                Some(false) => {}
+                None => self.volatile.with(|volatile| volatile.push_back((ino, handle))),
+            }
+        }
+        false
+    }
+
+    /// Purges a file that is not in use. Returns whether memory became free.
+    fn purge(&self, handle: InodeHandle) -> bool {
+        let Ok(inode) = self.inode(handle) else { return false };
+        let Some(data) = self.data_of(&inode).filter(|data| data.is_purgeable()) else { return false };
+        // The purge is recorded before it happens, so that no caller takes an emptied file for a kept one.
+        let recorded = self.update_inode(handle, |old| Inode { parent: old.parent | PURGED, ..*old });
+        recorded.is_ok() && data.empty(self.page_bytes())
+    }
+}
+
+/// The volatile files, the one marked first before the others.
+pub(crate) type VolatileFiles = std::collections::VecDeque<(Ino, InodeHandle)>;
