@@ -123,10 +123,9 @@ pub mod cache {
 #[cfg(feature = "ramfs")]
 pub mod ramfs {
     pub use pagemill_ramfs::{
-        Access, Allocate, Attr, Builder, Caller, DirEntry, Entry, Error, Event, EventKind, File, FileType, Ino, Listed,
-        FileSystem, LockKind, LockRange, OpenFile, OpenOptions, Quota, QuotaUsage, RamFs, RealFs, Rename, Result,
-        SetAttr, SetTime, SetXattr, Shrunk,
-        Usage, Watch, Whence,
+        Access, Allocate, Attr, Builder, Caller, DirEntry, Entry, Error, Event, EventKind, File, FileSystem, FileType,
+        Ino, Listed, LockKind, LockRange, OpenFile, OpenOptions, Quota, QuotaUsage, RamFs, RealFs, Rename, Result,
+        SetAttr, SetTime, SetXattr, Shrunk, Usage, Watch, Whence,
     };
 }
 
