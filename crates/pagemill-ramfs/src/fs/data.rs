@@ -262,7 +262,7 @@ impl Inner {
     }
 
     fn fill_hole(&self, data: &FileData, start: u64, end: u64, filled: &mut Vec<(u64, u64)>) -> Result<()> {
-        const ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
         let mut at = start;
         while at < end {
             let zeros = &ZEROS[..ZEROS.len().min((end - at) as usize)];
