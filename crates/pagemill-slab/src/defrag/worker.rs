@@ -46,6 +46,7 @@ const ASLEEP: u32 = 2;
 
 /// Work on a slab cache that another process requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "control"), allow(dead_code))]
 pub(crate) enum RequestedWork {
     Shrink,
     /// Move all objects of one memory node to another.
