@@ -8,12 +8,14 @@
 //! could not be made; the report lists gaps with their reasons.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
 use crate::error::Result;
+use crate::output::OutputOptions;
 use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::Better;
 use crate::subject::PAGEMILL_WITHOUT_AGING;
@@ -24,9 +26,6 @@ pub struct CommonOptions {
     /// Take fewer and shorter samples: seconds instead of minutes, and wider intervals
     #[arg(long)]
     pub quick: bool,
-    /// Print one JSON object per line instead of tables
-    #[arg(long)]
-    pub json: bool,
     /// Number of samples of each subject in each case (default 5, with --quick 3)
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub samples: Option<u16>,
@@ -36,6 +35,8 @@ pub struct CommonOptions {
     /// Exit with status 1 if a target is missed
     #[arg(long)]
     pub strict: bool,
+    #[command(flatten)]
+    pub output: OutputOptions,
 }
 
 impl CommonOptions {
@@ -392,6 +393,14 @@ pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict
     (!ratios.is_empty()).then(|| blank.with_mean(ratios, PAGEMILL_WITHOUT_AGING))
 }
 
+/// Title of the progress bars: the name of the experiment that runs.
+static PROGRESS_TITLE: Mutex<&str> = Mutex::new("");
+
+/// Sets the title of the progress bars that are made later.
+pub fn set_progress_title(title: &'static str) {
+    *PROGRESS_TITLE.lock().unwrap_or_else(PoisonError::into_inner) = title;
+}
+
 /// A progress bar on stderr. It stays hidden if stderr is not a terminal, and during the first two seconds.
 #[derive(Debug)]
 pub struct Progress(ProgressBar);
@@ -399,10 +408,11 @@ pub struct Progress(ProgressBar);
 impl Progress {
     pub fn new(steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
-        let style = ProgressStyle::with_template("{elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
+        let style = ProgressStyle::with_template("{prefix:<10} {elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
         if let Ok(style) = style {
             bar.set_style(style);
         }
+        bar.set_prefix(*PROGRESS_TITLE.lock().unwrap_or_else(PoisonError::into_inner));
         bar.enable_steady_tick(Duration::from_secs(2));
         Self(bar)
     }

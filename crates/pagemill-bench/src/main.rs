@@ -9,6 +9,7 @@ mod cgroup;
 mod chain;
 mod child;
 mod chunks;
+mod compare;
 mod cost;
 mod ebizzy;
 mod error;
@@ -20,7 +21,10 @@ mod giveback;
 mod histogram;
 mod hit;
 mod hog;
+mod machine;
 mod native;
+mod output;
+mod page;
 mod pattern;
 mod proc;
 mod refs;
@@ -32,6 +36,7 @@ mod startup;
 mod stats;
 mod storage;
 mod subject;
+mod suite;
 mod survive;
 mod traces;
 mod volatile;
@@ -43,17 +48,25 @@ use clap::{Parser, Subcommand};
 
 use crate::error::{Error, Result};
 use crate::experiment::CommonOptions;
+use crate::output::Output;
+use crate::page::{Page, Section};
 use crate::report::Report;
+use crate::suite::Entry;
 
 /// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
+///
+/// Without the name of an experiment, runs all of them in a short form, in under four minutes on 2 CPUs, and prints the
+/// results of the five ideas.
 ///
 /// Exit status: 0 on success; 1 if a wrong answer was found or, with --strict, a target was missed; 2 if nothing could
 /// be measured. After an interrupt it stops all processes that it started, then ends by the same signal.
 #[derive(Debug, Parser)]
-#[command(name = "pagemill bench", bin_name = "pagemill bench", version)]
+#[command(name = "pagemill bench", bin_name = "pagemill bench", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(flatten)]
+    suite: suite::Options,
     #[command(subcommand)]
-    experiment: Experiment,
+    experiment: Option<Experiment>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -178,62 +191,134 @@ workloads! {
 }
 
 fn main() -> ExitCode {
-    match Arguments::parse().experiment {
-        Experiment::Ebizzy(options) => experiment("ebizzy", &options.common, ebizzy::run, &options),
-        Experiment::Small(options) => experiment("small", &options.common, small::run, &options),
-        Experiment::Giveback(common) => experiment("giveback", &common, giveback::run, &common),
-        Experiment::Startup(options) => experiment("startup", &options.common, startup::run, &options),
-        Experiment::Footprint(options) => experiment("footprint", &options.common, footprint::run, &options),
-        Experiment::Survive(options) => experiment("survive", &options.common, survive::run, &options),
-        Experiment::Iozone(options) => experiment("iozone", &options.files.common, files::iozone::run, &options),
-        Experiment::Waste(options) => experiment("waste", &options.common, files::waste::run, &options),
-        Experiment::Metadata(options) => experiment("metadata", &options.common, files::metadata::run, &options),
-        Experiment::Pageshift(options) => experiment("pageshift", &options.common, files::pageshift::run, &options),
-        Experiment::Volatile(common) => experiment("volatile", &common, volatile::run, &common),
-        Experiment::Hit(options) => experiment("hit", &options.common, hit::run, &options),
-        Experiment::Refs(common) => experiment("refs", &common, refs::run, &common),
-        Experiment::Traces(options) => experiment("traces", &options.common, traces::run, &options),
-        Experiment::Miss(options) => experiment("miss", &options.common, storage::miss::run, &options),
-        Experiment::Orion(options) => experiment("orion", &options.common, storage::orion::run, &options),
-        Experiment::Stream(options) => experiment("stream", &options.common, storage::stream::run, &options),
-        Experiment::Writeback(options) => experiment("writeback", &options.common, storage::writeback::run, &options),
-        Experiment::Slab(options) => experiment("slab", &options.common, slab::run, &options),
-        Experiment::Settings => {
+    let Arguments { suite, experiment } = Arguments::parse();
+    match &experiment {
+        None => finish(child::handle_interrupts().and_then(|()| suite::run(&suite, measure_entry))),
+        Some(Experiment::Settings) => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
         }
-        Experiment::Enter(arguments) => workload::exec_in_cgroup(&arguments),
-        Experiment::Workload(workload) => workload.run(),
+        Some(Experiment::Enter(arguments)) => workload::exec_in_cgroup(arguments),
+        Some(Experiment::Workload(workload)) => workload.run(),
+        Some(experiment) => finish(experiment.job().map_or(Ok(false), run_alone)),
     }
 }
 
-/// Exit status of the bench if nothing could be measured.
-const EXIT_NOTHING_MEASURED: u8 = 2;
+/// Measures, and adds rows and verdicts to the report.
+type Measure<'a> = Box<dyn FnOnce(&mut Report) -> Result<()> + 'a>;
 
-/// Runs the experiment with this name and prints its report, or its error. Returns the exit status.
-fn experiment<Options>(
+/// An experiment with its options, ready to run.
+struct Job<'a> {
     name: &'static str,
-    common: &CommonOptions,
+    common: &'a CommonOptions,
+    run: Measure<'a>,
+}
+
+impl Experiment {
+    /// Returns the experiment as a job; none for the other commands.
+    fn job(&self) -> Option<Job<'_>> {
+        Some(match self {
+            Self::Ebizzy(options) => job("ebizzy", &options.common, ebizzy::run, options),
+            Self::Small(options) => job("small", &options.common, small::run, options),
+            Self::Giveback(common) => job("giveback", common, giveback::run, common),
+            Self::Startup(options) => job("startup", &options.common, startup::run, options),
+            Self::Footprint(options) => job("footprint", &options.common, footprint::run, options),
+            Self::Survive(options) => job("survive", &options.common, survive::run, options),
+            Self::Iozone(options) => job("iozone", &options.files.common, files::iozone::run, options),
+            Self::Waste(options) => job("waste", &options.common, files::waste::run, options),
+            Self::Metadata(options) => job("metadata", &options.common, files::metadata::run, options),
+            Self::Pageshift(options) => job("pageshift", &options.common, files::pageshift::run, options),
+            Self::Volatile(common) => job("volatile", common, volatile::run, common),
+            Self::Hit(options) => job("hit", &options.common, hit::run, options),
+            Self::Refs(common) => job("refs", common, refs::run, common),
+            Self::Traces(options) => job("traces", &options.common, traces::run, options),
+            Self::Miss(options) => job("miss", &options.common, storage::miss::run, options),
+            Self::Orion(options) => job("orion", &options.common, storage::orion::run, options),
+            Self::Stream(options) => job("stream", &options.common, storage::stream::run, options),
+            Self::Writeback(options) => job("writeback", &options.common, storage::writeback::run, options),
+            Self::Slab(options) => job("slab", &options.common, slab::run, options),
+            Self::Settings | Self::Enter(_) | Self::Workload(_) => return None,
+        })
+    }
+}
+
+fn job<'a, Options>(
+    name: &'static str,
+    common: &'a CommonOptions,
     run: fn(&Options, &mut Report) -> Result<()>,
-    options: &Options,
-) -> ExitCode {
-    let mut report = Report::new(name, common.json);
-    let outcome = child::handle_interrupts().and_then(|()| run(options, &mut report));
+    options: &'a Options,
+) -> Job<'a> {
+    Job { name, common, run: Box::new(move |report| run(options, report)) }
+}
+
+/// Runs one experiment, prints its report, and writes its page. Returns whether the bench must fail because a target
+/// was missed.
+fn run_alone(job: Job<'_>) -> Result<bool> {
+    child::handle_interrupts()?;
+    let output = Output::prepare(&job.common.output)?;
+    experiment::set_progress_title(job.name);
+    let mut report = Report::new(job.name, output.is_json());
+    (job.run)(&mut report)?;
+    report.print();
+    if !report.has_results() {
+        return Err(Error::CannotRun("nothing was measured".to_owned()));
+    }
+    output.finish(Page {
+        name: job.name,
+        title: format!("pagemill bench {}", job.name),
+        machine: &output.machine,
+        sections: vec![Section { report: &report, seconds: None }],
+        ideas: &[],
+        left_out: &[],
+        comparison: None,
+    })?;
+    Ok(job.common.strict && report.has_missed_target())
+}
+
+/// Runs an experiment of the suite with its options there.
+fn measure_entry(entry: &Entry, report: &mut Report) -> Result<()> {
+    let words = ["pagemill bench", entry.name].into_iter().chain(entry.options.iter().copied());
+    let arguments = Arguments::try_parse_from(words).map_err(|error| Error::CannotRun(error.to_string()))?;
+    let job = arguments.experiment.as_ref().and_then(Experiment::job);
+    job.map_or(Ok(()), |job| (job.run)(report))
+}
+
+/// Returns the exit status of a run. Prints its error. After an interrupt, ends by the same signal.
+fn finish(outcome: Result<bool>) -> ExitCode {
     match outcome {
-        Ok(()) => {
-            report.print();
-            if !report.has_results() {
-                eprintln!("pagemill-bench: cannot run: nothing was measured");
-                return ExitCode::from(EXIT_NOTHING_MEASURED);
-            }
-            ExitCode::from(u8::from(common.strict && report.has_missed_target()))
-        }
+        Ok(is_missed) => ExitCode::from(u8::from(is_missed)),
         Err(error) => {
             eprintln!("pagemill-bench: {error}");
             if let Error::Interrupted { signal } = error {
                 child::end_by_signal(signal);
             }
             ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// The suite must have each experiment once, with options that the experiment accepts.
+    #[test]
+    fn suite_has_every_experiment() {
+        let command = Arguments::command();
+        let other = |name: &str| name == "settings" || name.starts_with("__");
+        let names = command.get_subcommands().map(clap::Command::get_name).filter(|name| !other(name));
+        let mut names: Vec<&str> = names.collect();
+        let mut of_suite: Vec<&str> = suite::ENTRIES.iter().map(|entry| entry.name).collect();
+        names.sort_unstable();
+        of_suite.sort_unstable();
+        assert_eq!(of_suite, names);
+        for entry in suite::ENTRIES {
+            let words = ["pagemill bench", entry.name].into_iter().chain(entry.options.iter().copied());
+            let arguments = Arguments::try_parse_from(words).unwrap_or_else(|error| panic!("{}: {error}", entry.name));
+            let job = arguments.experiment.as_ref().and_then(Experiment::job).expect("it is an experiment");
+            assert_eq!(job.name, entry.name);
         }
     }
 }

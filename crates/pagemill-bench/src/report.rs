@@ -4,14 +4,15 @@
 //! the end. A *gap* is a measurement that could not be made. In JSON mode gaps go to stderr, so that stdout has rows
 //! only.
 
-use std::fmt::Write as _;
-use std::fs;
+mod table;
 
-use comfy_table::{CellAlignment, Table, presets};
+use std::fmt::Write as _;
+
 use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::stats::{self, Better, Estimate};
+pub use table::{TableView, format_number, unique_names};
 
 /// One result: the median of a metric over the rounds of a run, and its spread. `ratio` says how many times better than
 /// `baseline` the subject is in the same run, so a larger ratio is better for every metric.
@@ -30,6 +31,14 @@ pub struct Row {
     /// The row's cell in the tables. A row without a cell appears in the JSON output only.
     #[serde(skip)]
     pub cell: Option<TableCell>,
+}
+
+impl Row {
+    /// Returns the row as a JSON object.
+    pub fn json(&self) -> String {
+        // A row consists of strings and numbers, so its serialization cannot fail.
+        serde_json::to_string(self).unwrap_or_default()
+    }
 }
 
 /// Where the tables show the value of a row: the title of the table, and the title of the column. The value stands in
@@ -154,34 +163,47 @@ impl Verdict {
         Self { estimate, baseline: baseline.to_owned(), ..self }
     }
 
-    fn format_line(&self) -> String {
-        let state = match self.state() {
-            VerdictState::Reached => "reached      ",
-            VerdictState::WithinDoubt => "within doubt ",
-            VerdictState::FallsShort => "FALLS SHORT  ",
-            VerdictState::NotMeasured => "not measured ",
-        };
+    /// Returns the target with its bound and its unit.
+    pub fn target_text(&self) -> String {
         let bound = match self.bound {
             Bound::AtLeast(bound) => format!(">= {bound}"),
             Bound::AtMost(bound) => format!("<= {bound}"),
         };
-        let unit = self.unit;
+        format!("{} {bound} {}", self.target, self.unit)
+    }
+
+    /// Returns the estimate with its interval, and the note; `-` for a target that was not measured.
+    pub fn result_text(&self) -> String {
         // A bound between 0.98 and 1 is printed with three digits, so that a value just below it does not look equal.
         let digits = match self.bound {
             Bound::AtLeast(bound) | Bound::AtMost(bound) if (0.98..1.0).contains(&bound) => 3,
             _ => 2,
         };
-        let measured = match self.estimate {
+        let mut text = match self.estimate {
             Some(Estimate { value, low, high, .. }) => {
-                format!("{value:.digits$} {unit} [{low:.digits$}, {high:.digits$}]")
+                format!("{value:.digits$} {} [{low:.digits$}, {high:.digits$}]", self.unit)
             }
             None => "-".to_owned(),
         };
-        let mut line = format!("{state} {} {bound} {unit}: {measured}", self.target);
         if !self.note.is_empty() {
-            let _ = write!(line, " ({})", self.note);
+            let _ = write!(text, " ({})", self.note);
         }
-        line
+        text
+    }
+
+    fn format_line(&self) -> String {
+        format!("{:<13} {}: {}", self.state().name(), self.target_text(), self.result_text())
+    }
+}
+
+impl VerdictState {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reached => "reached",
+            Self::WithinDoubt => "within doubt",
+            Self::FallsShort => "FALLS SHORT",
+            Self::NotMeasured => "not measured",
+        }
     }
 }
 
@@ -189,6 +211,22 @@ impl Verdict {
 const KILLED_ROUNDS: &str = "killed";
 /// Metric: number of rounds that failed for another reason.
 const FAILED_ROUNDS: &str = "failed";
+
+/// Metric of a verdict's row: 0 if the target was missed, otherwise 1.
+pub const TARGET_KEPT: &str = "target_kept";
+
+/// Start of the names of subjects that are published results of an original experiment.
+pub const ORIGINAL_SUBJECTS: &str = "original";
+
+/// Published results of an original experiment, with more points than this run has cases. Only the report page shows
+/// them, in the plot of the table.
+#[derive(Clone, Debug)]
+pub struct OriginalCurve {
+    pub table: String,
+    pub subject: String,
+    /// Number of threads, and ratio to the original's own baseline.
+    pub points: Vec<(f64, f64)>,
+}
 
 /// Collects the rows, gaps, notes and verdicts of a run, and prints them.
 #[derive(Debug)]
@@ -202,12 +240,13 @@ pub struct Report {
     verdicts: Vec<Verdict>,
     /// Titles of the tables that are transposed: one line per column name, one column per subject.
     transposed: Vec<String>,
+    curves: Vec<OriginalCurve>,
 }
 
 impl Report {
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        let (rows, gaps, notes, conclusion, verdicts, transposed) = Default::default();
-        Self { experiment, is_json, rows, gaps, notes, conclusion, verdicts, transposed }
+        let (rows, gaps, notes, conclusion, verdicts, transposed, curves) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, conclusion, verdicts, transposed, curves }
     }
 
     /// Adds a row with the median and the spread of a series. Also adds rows that count the killed and the failed
@@ -274,8 +313,7 @@ impl Report {
     /// Adds a complete row; in JSON mode, prints it.
     pub fn add_row(&mut self, row: Row) {
         if self.is_json {
-            // A row consists of strings and numbers, so its serialization cannot fail.
-            println!("{}", serde_json::to_string(&row).unwrap_or_default());
+            println!("{}", row.json());
         }
         self.rows.push(row);
     }
@@ -337,15 +375,43 @@ impl Report {
                 subject: crate::subject::PAGEMILL.to_owned(),
                 baseline: Some(verdict.baseline.clone()),
                 ratio: (verdict.unit == "x").then_some(estimate.value),
-                ..self.single_value("target_kept", f64::from(u8::from(is_reached)), "bool")
+                ..self.single_value(TARGET_KEPT, f64::from(u8::from(is_reached)), "bool")
             });
         }
         self.verdicts.push(verdict);
     }
 
-    #[cfg(test)]
+    /// Adds published results that only the report page shows.
+    pub fn add_original_curve(&mut self, curve: OriginalCurve) {
+        self.curves.push(curve);
+    }
+
+    pub fn experiment(&self) -> &'static str {
+        self.experiment
+    }
+
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    pub fn gaps(&self) -> &[String] {
+        &self.gaps
+    }
+
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    pub fn conclusion(&self) -> Option<&str> {
+        self.conclusion.as_deref()
+    }
+
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
+    }
+
+    pub fn curves(&self) -> &[OriginalCurve] {
+        &self.curves
     }
 
     /// Returns whether any verdict says that its target was missed.
@@ -363,8 +429,7 @@ impl Report {
     pub fn print(&self) {
         let mut text = String::new();
         if !self.is_json {
-            let _ = writeln!(text, "{}\n", describe_machine());
-            text += &self.tables();
+            TableView::all(self).iter().for_each(|table| text += &table.text());
         }
         for gap in &self.gaps {
             let _ = writeln!(text, "gap: {gap}");
@@ -379,42 +444,9 @@ impl Report {
             let _ = writeln!(text, "recommendation: {conclusion}");
         }
         match self.is_json {
-            true => eprint!("{}\n{text}", describe_machine()),
+            true => eprint!("{text}"),
             false => print!("{text}"),
         }
-    }
-
-    fn tables(&self) -> String {
-        let mut text = String::new();
-        let rows_with_cells = || self.rows.iter().filter_map(|row| Some((row, row.cell.as_ref()?)));
-        for title in unique_names(rows_with_cells().map(|(_, cell)| cell.table.as_str())) {
-            let is_transposed = self.transposed.iter().any(|transposed| transposed == title);
-            // Each entry has the line name, the column name, and the row whose value goes into that cell.
-            let rows: Vec<_> = rows_with_cells()
-                .filter(|(_, cell)| cell.table == title)
-                .map(|(row, cell)| match is_transposed {
-                    true => (cell.column.as_str(), row.subject.as_str(), row),
-                    false => (row.subject.as_str(), cell.column.as_str(), row),
-                })
-                .collect();
-            let columns = unique_names(rows.iter().map(|(_, column, _)| *column));
-            let mut table = Table::new();
-            table.load_style(presets::ASCII_MARKDOWN);
-            table.set_header([""].into_iter().chain(columns.iter().copied()));
-            for line in unique_names(rows.iter().map(|(line, ..)| *line)) {
-                let cells = columns.iter().map(|&column| {
-                    let of_cell = rows.iter().filter(|row| (row.0, row.1) == (line, column));
-                    let texts: Vec<String> = of_cell.map(|(.., row)| format_cell(row)).collect();
-                    texts.join(", ")
-                });
-                table.add_row([line.to_owned()].into_iter().chain(cells));
-            }
-            for column in table.column_iter_mut().skip(1) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-            let _ = writeln!(text, "{title}\n{table}\n");
-        }
-        text
     }
 }
 
@@ -427,57 +459,6 @@ pub struct RowLabels<'a> {
     pub unit: &'static str,
     pub baseline: Option<(&'a str, &'a Series, Better)>,
     pub cell: Option<TableCell>,
-}
-
-fn format_cell(row: &Row) -> String {
-    if matches!(row.metric, KILLED_ROUNDS | FAILED_ROUNDS) {
-        return format!("{} {}/{}", row.metric, row.value, row.samples);
-    }
-    let mut text = format_number(row.value);
-    if row.samples > 1 {
-        let _ = write!(text, " ±{:.0}%", row.spread * 50.0);
-    }
-    if let Some(ratio) = row.ratio {
-        let _ = write!(text, " {ratio:.2}x");
-    }
-    text
-}
-
-/// Formats a number with about three significant digits.
-fn format_number(value: f64) -> String {
-    match value.abs() {
-        size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
-        size if size >= 10_000.0 => format!("{:.1}k", value / 1000.0),
-        size if size >= 100.0 => format!("{value:.0}"),
-        size if size >= 10.0 => format!("{value:.1}"),
-        _ => format!("{value:.2}"),
-    }
-}
-
-fn unique_names<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
-    let mut seen = Vec::new();
-    for name in names {
-        if !seen.contains(&name) {
-            seen.push(name);
-        }
-    }
-    seen
-}
-
-/// Describes kernel, CPUs and huge-page setting in one line, since measurements depend on them.
-pub fn describe_machine() -> String {
-    let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
-    let unknown = || "unknown".to_owned();
-    let kernel = read("/proc/sys/kernel/osrelease").unwrap_or_else(|_| unknown());
-    let huge = read("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_else(|_| unknown());
-    let huge = huge.split(['[', ']']).nth(1).unwrap_or(&huge).to_owned();
-    let cpus = std::thread::available_parallelism().map_or(0, usize::from);
-    let model = read("/proc/cpuinfo").ok().and_then(|text| {
-        let line = text.lines().find(|line| line.starts_with("model name"))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    });
-    let model = model.unwrap_or_else(unknown);
-    format!("machine: Linux {kernel}, {cpus} CPUs, {model}, huge pages: {huge}")
 }
 
 #[cfg(test)]
@@ -552,12 +533,12 @@ mod tests {
             &series,
         );
 
-        let text = report.tables();
+        let text_of = |report: &Report| TableView::all(report).iter().map(TableView::text).collect::<String>();
+        let text = text_of(&report);
         report.transpose_table("with a hog");
-        let transposed = report.tables();
+        let transposed = text_of(&report);
 
         assert!(text.contains("10.0, killed 1/2") && text.contains("| tcmalloc |"), "{text}");
         assert!(transposed.contains("| 2 threads | 10.0, killed 1/2"), "{transposed}");
-        assert!(describe_machine().contains("CPUs"));
     }
 }

@@ -31,6 +31,11 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     ("waste", "Memory that small, medium, sparse and large files take, and which of them get huge pages"),
     ("metadata", "Create, stat, read, list and remove many small files, compared with tmpfs"),
     (
+        "pageshift",
+        "Software page sizes of 4 KiB to 8 MiB: files read again and again, fresh and resident views, a file four \
+         times the cache compared with mappings of the kernel, small files",
+    ),
+    (
         "volatile",
         "Cost to mark memory volatile and to unmark it, compared with MADV_FREE and MADV_DONTNEED; cost of a \
          purge; ebizzy with its copies in volatile ranges",

@@ -80,6 +80,7 @@ fn measure_cases(options: &Options, subjects: &[&'static str], samples: &mut Sam
         for (trace, (name, kind)) in &kinds {
             for percent in CACHE_PERCENTS {
                 progress.step(name);
+                crate::child::check_interrupt()?;
                 let size = pages * percent / 100;
                 let requests = generate::trace(*kind, pages, size, REQUESTS_PER_PAGE * pages, FIRST_SEED + round);
                 for subject in &subjects {

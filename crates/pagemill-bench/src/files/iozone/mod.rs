@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::experiment::{Metric, Study, threads_text};
 use crate::files;
 use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, VIEWS, WITHIN_SIZE};
-use crate::report::{Report, Row, TableCell};
+use crate::report::{OriginalCurve, Report, Row, TableCell};
 use crate::workload::iozone::Operation;
 use original::PublishedResults;
 
@@ -27,6 +27,8 @@ const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
 /// full). All file systems get the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
+/// Subject of the results of 2013.
+const ORIGINAL: &str = "original-2013";
 
 /// How the workers access the records of their files: through a mapping, or by system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
@@ -169,23 +171,26 @@ fn add_rows(
     ready: &[FileSystem],
     original: &PublishedResults,
 ) {
+    let Some(Case { mode, .. }) = cases.first() else { return };
+    let table = format!(
+        "{}, {}: {UNIT}, half the spread, times {}; beside it the original and times its own baseline",
+        mode.name(),
+        original::published_name(operation),
+        NEVER.name,
+    );
+    study.report.transpose_table(table.clone());
+    let points = original.speedups(mode.name(), operation);
+    study.report.add_original_curve(OriginalCurve { table: table.clone(), subject: ORIGINAL.to_owned(), points });
     for case in cases {
-        let table = format!(
-            "{}, {}: {UNIT}, half the spread, times {}; beside it the original and times its own baseline",
-            case.mode.name(),
-            original::published_name(operation),
-            NEVER.name,
-        );
-        study.report.transpose_table(table.clone());
         let metric = Metric::higher(operation.metric(), UNIT).against(NEVER.name);
         study.rows(case, ready, &table, &[(metric, &case.column())]);
         if let Some((value, speedup)) = original.find(case.mode.name(), operation, case.threads) {
             study.report.add_row(Row {
                 case: case.name(),
-                subject: "original-2013".to_owned(),
+                subject: ORIGINAL.to_owned(),
                 baseline: Some("original-2013-before".to_owned()),
                 ratio: Some(speedup),
-                cell: Some(TableCell { table, column: case.column() }),
+                cell: Some(TableCell { table: table.clone(), column: case.column() }),
                 ..study.report.single_value(operation.metric(), value, UNIT)
             });
         }

@@ -38,6 +38,12 @@ impl PublishedResults {
         let patched: f64 = line[4].parse().ok()?;
         Some((patched / 1024.0, line[5].parse().ok()?))
     }
+
+    /// Returns the published ratios of one operation by the number of threads.
+    pub fn speedups(&self, mode: &str, operation: Operation) -> Vec<(f64, f64)> {
+        let of_operation = self.lines.iter().filter(|line| line[..2] == [mode, published_name(operation)]);
+        of_operation.filter_map(|line| Some((line[2].parse().ok()?, line[5].parse().ok()?))).collect()
+    }
 }
 
 #[cfg(test)]
@@ -56,6 +62,8 @@ mod tests {
             }
         }
         assert_eq!((found, original.lines.len()), (210, 210));
+        let speedups = original.speedups("mapped", Operation::InitialWrite);
+        assert_eq!((speedups.len(), speedups[0], speedups[14]), (15, (1.0, 1.529), (200.0, 0.446)));
         for line in &original.lines {
             let [before, patched, ratio] = [3, 4, 5].map(|field| line[field].parse::<f64>().expect("a number"));
             assert!((patched / before - ratio).abs() < 0.001, "{line:?}");
