@@ -80,11 +80,11 @@ fn every_counter_is_published() {
         let family = families.get(&name).unwrap_or_else(|| panic!("no family {name}"));
         let kind = if row.kind == CounterKind::Sum { "counter" } else { "gauge" };
         assert_eq!((family.kind.as_str(), family.unit.as_str()), (kind, unit), "{name}");
-        assert_eq!((family.samples.len(), family.help.as_deref()), (1, Some(row.meaning)), "{name}");
+        assert_eq!(family.help.as_deref(), Some(row.meaning), "{name}");
+        assert!(family.value("pid", &pid).is_some(), "{name}");
     }
     let value = |name: &str| families[name].value("pid", &pid).unwrap();
-    assert_eq!(families["pagemill_processes"].samples[0].1, 1.0);
-    assert_eq!(label_values(&families, "pagemill_resident_bytes", "comm").len(), 1);
+    assert!(families["pagemill_processes"].samples[0].1 >= 1.0);
     assert!(value("pagemill_resident_bytes") >= 32.0 * MIB as f64);
     assert_eq!(value("pagemill_ranges_made"), 1.0);
     let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
@@ -109,17 +109,17 @@ fn every_counter_is_published() {
 #[test]
 fn the_number_of_samples_is_bounded() {
     let place = TestFolder::new();
-    let none = open_metrics(&pagemill(&place, &["metrics"]).out);
-    assert_eq!(none["pagemill_processes"].samples[0].1, 0.0);
-    assert!(!none.contains_key("pagemill_resident_bytes"));
+    // Processes of the user that do not belong to the test may run, too.
+    let before = open_metrics(&pagemill(&place, &["metrics"]).out);
+    assert_eq!(before.contains_key("pagemill_resident_bytes"), before["pagemill_processes"].samples[0].1 > 0.0);
     let programs: Vec<_> = [8, 64, 16, 32, 4].map(|mib| start_program(&place, mib)).into_iter().collect();
     let end = pagemill(&place, &["metrics", "--processes", "2"]);
     end.assert_success();
     let families = open_metrics(&end.out);
-    assert_eq!(families["pagemill_processes"].samples[0].1, 5.0);
+    assert!(families["pagemill_processes"].samples[0].1 >= 5.0);
     let expected = [programs[1].pid().to_string(), programs[3].pid().to_string(), "other".to_owned()];
     assert_eq!(label_values(&families, "pagemill_resident_bytes", "pid"), BTreeSet::from(expected));
-    assert_eq!(families["pagemill_ranges_made"].value("pid", "other"), Some(3.0));
+    assert!(families["pagemill_ranges_made"].value("pid", "other").unwrap() >= 3.0);
     assert!(families["pagemill_resident_bytes"].value("comm", "other").unwrap() >= 28.0 * MIB as f64);
     assert!(families.values().all(|family| family.samples.len() <= 3));
     programs.into_iter().for_each(|program| drop(program.end()));
@@ -248,13 +248,16 @@ fn a_textfile_is_always_complete() {
     let path = folder.join("pagemill.prom");
     pagemill(&place, &["metrics", "--textfile", folder_text]).assert_success();
     let first = fs::read_to_string(&path).unwrap();
-    assert_eq!(plain_metrics(&first)["pagemill_processes"].samples[0].1, 1.0);
+    let has_samples = |text: &str, program: &ObservedProgram| {
+        plain_metrics(text)["pagemill_ranges_made_total"].value("pid", &program.pid().to_string()).is_some()
+    };
+    assert!(has_samples(&first, &program));
     let mut command = place.command(PAGEMILL);
     command.args(["metrics", "--textfile", folder_text, "--every", "1"]);
     let mut guard = Guard::new(command);
     let second = start_program(&place, 4);
     let begun = Instant::now();
-    while plain_metrics(&fs::read_to_string(&path).unwrap())["pagemill_processes"].samples[0].1 < 2.0 {
+    while !has_samples(&fs::read_to_string(&path).unwrap(), &second) {
         assert!(begun.elapsed() < TIMEOUT, "the file is not written again");
     }
     guard.signal("TERM");
