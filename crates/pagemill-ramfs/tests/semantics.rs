@@ -189,6 +189,7 @@ fn removed_directory_accepts_no_names() {
     fs.rmdir(1, b"dir", &root).unwrap();
     assert_eq!(errno(fs.mkdir(dir, b"x", 0o755, &root)), libc::ENOENT);
     assert_eq!(errno(fs.lookup(dir, b"x", &root)), libc::ENOENT);
+    assert_eq!((errno(fs.lookup(dir, b"..", &root)), fs.parent_of(dir).unwrap()), (libc::ENOENT, dir));
     assert_eq!(fs.getattr(dir).unwrap().links, 0);
     fs.forget(dir, 1);
     assert_eq!(errno(fs.getattr(dir)), libc::ESTALE);

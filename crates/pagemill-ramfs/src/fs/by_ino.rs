@@ -92,6 +92,9 @@ impl RamFs {
                     return Err(Error::NotDirectory);
                 }
                 caller.check(directory, Access::EXECUTE)?;
+                if directory.links == 0 {
+                    return Err(Error::NotFound); // a removed directory, whose parent may be gone
+                }
                 inner.step_or_dots(handle, directory, name, &guard)?.handle()
             };
             match found {
