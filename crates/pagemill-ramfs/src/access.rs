@@ -27,12 +27,12 @@ impl Access {
 /// use pagemill::ramfs::{Access, Caller, RamFs};
 ///
 /// let fs = RamFs::new("homes")?;
-/// fs.create_dir("/home")?; // as user 0, with mode 0755
+/// fs.create_dir("/users")?; // as user 0, with mode 0755
 /// let user = fs.as_caller(Caller::new(1000, 1000));
-/// assert_eq!(user.create_dir("/home/me").unwrap_err().errno(), 13); // EACCES
-/// fs.set_owner("/home", Some(1000), Some(1000))?;
-/// user.create_dir("/home/me")?;
-/// user.access("/home/me", Access::WRITE)?;
+/// assert_eq!(user.create_dir("/users/me").unwrap_err().errno(), 13); // EACCES
+/// fs.set_owner("/users", Some(1000), Some(1000))?;
+/// user.create_dir("/users/me")?;
+/// user.access("/users/me", Access::WRITE)?;
 /// # Ok::<(), pagemill::ramfs::Error>(())
 /// ```
 #[derive(Clone, Debug)]

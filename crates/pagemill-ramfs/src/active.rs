@@ -2,7 +2,7 @@
 //!
 //! An inode in use keeps its handle and its data. When its last use ends and it has no name, it is freed.
 
-use crate::fs::data::FileData;
+use crate::file_data::FileData;
 use crate::inode::{Ino, InodeHandle};
 use crate::range_lock::RangeLocks;
 use pagemill_core::sync::{Guarded, Lock, Padded, Relaxed};

@@ -3,8 +3,8 @@
 use crate::access::{Access, Caller};
 use crate::active::Active;
 use crate::error::{Error, Result};
+use crate::file_data::{Allocate, FileData};
 use crate::fs::Inner;
-use crate::fs::data::FileData;
 use crate::inode::{Attr, FileType, Ino, InodeHandle};
 use crate::range_lock::LockRange;
 use pagemill_cache::{Mapping, View, ViewMut};
@@ -109,43 +109,6 @@ impl OpenOptions {
     fn access(&self) -> Access {
         let write = if self.write || self.truncate { Access::WRITE.0 } else { 0 };
         Access(write | if self.read { Access::READ.0 } else { 0 })
-    }
-}
-
-/// What [`File::allocate`] does with a range.
-///
-/// Example: [`File::allocate`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allocate {
-    /// Gives all pages memory, and extends the file to the end of the range.
-    Extend,
-    /// Gives all pages memory (`FALLOC_FL_KEEP_SIZE`). The range must lie in the file.
-    KeepSize,
-    /// Frees the memory of the range, which reads zero then (`FALLOC_FL_PUNCH_HOLE`). The length stays.
-    Punch,
-    /// Zeroes the range, as [`Allocate::Extend`] otherwise (`FALLOC_FL_ZERO_RANGE`).
-    Zero,
-    /// Zeroes the range, as [`Allocate::KeepSize`] otherwise.
-    ZeroKeepSize,
-}
-
-impl Allocate {
-    /// Returns the operation for the mode of `fallocate(2)`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Unsupported`] for other modes, such as `FALLOC_FL_COLLAPSE_RANGE`, which tmpfs does not have, either.
-    pub fn from_mode(mode: i32) -> Result<Self> {
-        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        const ZERO_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
-        match mode {
-            0 => Ok(Self::Extend),
-            libc::FALLOC_FL_KEEP_SIZE => Ok(Self::KeepSize),
-            PUNCH => Ok(Self::Punch),
-            libc::FALLOC_FL_ZERO_RANGE => Ok(Self::Zero),
-            ZERO_KEEP => Ok(Self::ZeroKeepSize),
-            _ => Err(Error::Unsupported { what: "this mode of `fallocate`" }),
-        }
     }
 }
 

@@ -330,11 +330,11 @@ impl RamFs {
     /// # Errors
     ///
     /// [`Error::NotDirectory`].
-    pub fn read_dir(&self, path: impl AsRef<Path>) -> Result<Vec<Listed>> {
+    pub fn read_dir(&self, path: impl AsRef<Path>) -> Result<Vec<OwnedDirEntry>> {
         let mut entries = Vec::new();
         self.visit_dir(path, 0, |entry| {
             let name = OsString::from_vec(entry.name.to_vec());
-            entries.push(Listed { name, ino: entry.ino, kind: entry.kind, cookie: entry.cookie });
+            entries.push(OwnedDirEntry { name, ino: entry.ino, kind: entry.kind, cookie: entry.cookie });
             true
         })?;
         Ok(entries)
@@ -467,7 +467,7 @@ impl RamFs {
 ///
 /// Example: [`DirEntry`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct OwnedDirEntry {
     pub name: OsString,
     pub ino: Ino,
     pub kind: FileType,

@@ -3,7 +3,7 @@
 use crate::file::{File, OpenOptions};
 use crate::fs::RamFs;
 use crate::inode::{Attr, FileType};
-use crate::paths::Listed;
+use crate::paths::OwnedDirEntry;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -49,7 +49,7 @@ pub trait FileSystem: Send + Sync {
     fn symlink(&self, target: &Path, link: &Path) -> io::Result<()>;
     fn read_link(&self, path: &Path) -> io::Result<PathBuf>;
     /// Returns the entries of a directory, in any order. Their cookies are 0 on the real file system.
-    fn read_dir(&self, path: &Path) -> io::Result<Vec<Listed>>;
+    fn read_dir(&self, path: &Path) -> io::Result<Vec<OwnedDirEntry>>;
 
     /// Returns whether a path leads to a file. Errors count as no.
     fn exists(&self, path: &Path) -> bool {
@@ -161,7 +161,7 @@ impl FileSystem for RamFs {
         Ok(self.read_link(path)?)
     }
 
-    fn read_dir(&self, path: &Path) -> io::Result<Vec<Listed>> {
+    fn read_dir(&self, path: &Path) -> io::Result<Vec<OwnedDirEntry>> {
         Ok(self.read_dir(path)?)
     }
 }
@@ -293,11 +293,16 @@ impl FileSystem for RealFs {
         fs::read_link(self.at(path))
     }
 
-    fn read_dir(&self, path: &Path) -> io::Result<Vec<Listed>> {
+    fn read_dir(&self, path: &Path) -> io::Result<Vec<OwnedDirEntry>> {
         let listed = |entry: io::Result<fs::DirEntry>| {
             let entry = entry?;
             let kind = kind_of(entry.file_type()?);
-            Ok(Listed { name: entry.file_name(), ino: std::os::unix::fs::DirEntryExt::ino(&entry), kind, cookie: 0 })
+            Ok(OwnedDirEntry {
+                name: entry.file_name(),
+                ino: std::os::unix::fs::DirEntryExt::ino(&entry),
+                kind,
+                cookie: 0,
+            })
         };
         fs::read_dir(self.at(path))?.map(listed).collect()
     }

@@ -202,30 +202,30 @@ fn permissions_follow_owner_group_and_sticky_bit() {
     let fs = new();
     let [owner, member, other] =
         [Caller::new(1, 1), Caller::new(2, 2).groups(&[1]), Caller::new(3, 3)].map(|caller| fs.as_caller(caller));
-    fs.create_dir("/home").unwrap();
-    fs.set_owner("/home", Some(1), Some(1)).unwrap();
-    fs.set_mode("/home", 0o770).unwrap();
-    owner.write("/home/file", b"x").unwrap();
-    owner.set_mode("/home/file", 0o640).unwrap();
-    assert_eq!(member.read("/home/file").unwrap(), b"x");
-    assert_eq!(errno(member.write("/home/file", b"y")), libc::EACCES);
-    assert_eq!(errno(other.read("/home/file")), libc::EACCES);
-    assert_eq!(errno(member.set_mode("/home/file", 0o666)), libc::EPERM);
-    assert_eq!(errno(owner.set_owner("/home/file", Some(2), None)), libc::EPERM);
-    assert_eq!(errno(other.access("/home", Access::EXECUTE)), libc::EACCES);
-    fs.set_mode("/home", 0o1777).unwrap();
-    assert_eq!(errno(other.remove_file("/home/file")), libc::EPERM);
-    assert_eq!(errno(other.rename("/home/file", "/home/mine")), libc::EPERM);
-    other.write("/home/own", b"").unwrap();
-    other.remove_file("/home/own").unwrap();
-    assert_eq!(errno(fs.access("/home/file", Access::EXECUTE)), libc::EACCES, "no execute bit at all");
-    assert_eq!(errno(other.make_special("/home/null", FileType::CharDevice, 0o666, 0x103)), libc::EPERM);
-    fs.make_special("/home/null", FileType::CharDevice, 0o666, 0x103).unwrap();
-    assert_eq!(fs.metadata("/home/null").unwrap().device, 0x103);
+    fs.create_dir("/users").unwrap();
+    fs.set_owner("/users", Some(1), Some(1)).unwrap();
+    fs.set_mode("/users", 0o770).unwrap();
+    owner.write("/users/file", b"x").unwrap();
+    owner.set_mode("/users/file", 0o640).unwrap();
+    assert_eq!(member.read("/users/file").unwrap(), b"x");
+    assert_eq!(errno(member.write("/users/file", b"y")), libc::EACCES);
+    assert_eq!(errno(other.read("/users/file")), libc::EACCES);
+    assert_eq!(errno(member.set_mode("/users/file", 0o666)), libc::EPERM);
+    assert_eq!(errno(owner.set_owner("/users/file", Some(2), None)), libc::EPERM);
+    assert_eq!(errno(other.access("/users", Access::EXECUTE)), libc::EACCES);
+    fs.set_mode("/users", 0o1777).unwrap();
+    assert_eq!(errno(other.remove_file("/users/file")), libc::EPERM);
+    assert_eq!(errno(other.rename("/users/file", "/users/mine")), libc::EPERM);
+    other.write("/users/own", b"").unwrap();
+    other.remove_file("/users/own").unwrap();
+    assert_eq!(errno(fs.access("/users/file", Access::EXECUTE)), libc::EACCES, "no execute bit at all");
+    assert_eq!(errno(other.make_special("/users/null", FileType::CharDevice, 0o666, 0x103)), libc::EPERM);
+    fs.make_special("/users/null", FileType::CharDevice, 0o666, 0x103).unwrap();
+    assert_eq!(fs.metadata("/users/null").unwrap().device, 0x103);
     // Times: the owner may set any, a writer only the current one.
     let past = SetAttr { modified: Some(SetTime::To(5)), ..SetAttr::default() };
-    assert_eq!(errno(member.set_attributes("/home/file", &past)), libc::EPERM);
-    assert_eq!(owner.set_attributes("/home/file", &past).unwrap().modified_ns, 5);
+    assert_eq!(errno(member.set_attributes("/users/file", &past)), libc::EPERM);
+    assert_eq!(owner.set_attributes("/users/file", &past).unwrap().modified_ns, 5);
 }
 
 /// Set-user-ID and set-group-ID bits must vanish when an unprivileged caller writes, truncates or changes the owner. A

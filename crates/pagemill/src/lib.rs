@@ -124,8 +124,8 @@ pub mod cache {
 pub mod ramfs {
     pub use pagemill_ramfs::{
         Access, Allocate, Attr, Builder, Caller, DirEntry, Entry, Error, Event, EventKind, File, FileSystem, FileType,
-        Ino, Listed, LockKind, LockRange, OpenFile, OpenOptions, Quota, QuotaUsage, RamFs, RealFs, Rename, Result,
-        SetAttr, SetTime, SetXattr, Shrunk, Usage, Watch, Whence,
+        Ino, LockKind, LockRange, OpenFile, OpenOptions, OwnedDirEntry, Quota, QuotaUsage, RamFs, RealFs, Rename,
+        Result, SetAttr, SetTime, SetXattr, Shrunk, Usage, Watch, Whence,
     };
 }
 

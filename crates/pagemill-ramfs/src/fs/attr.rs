@@ -1,9 +1,9 @@
 //! Attributes of inodes.
 
 use super::Inner;
-use super::data::FileData;
 use crate::access::{Access, Caller};
 use crate::error::{Error, Result};
+use crate::file_data::FileData;
 use crate::inode::{Attr, ENTRY_BYTES, Inode, InodeHandle, SetAttr};
 use crate::quota::{Domain, Quota, QuotaUsage};
 use crate::watch::EventKind;

@@ -3,7 +3,7 @@
 use super::{Inner, STALE};
 use crate::active::Active;
 use crate::error::{Error, Result};
-use crate::file::Allocate;
+use crate::file_data::{Allocate, FileData};
 use crate::inode::{Inode, InodeHandle};
 use crate::quota::Domain;
 use crate::watch::EventKind;
@@ -15,63 +15,6 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Time after which a read sets the time of the last access anew, as with `relatime` in Linux.
 const ACCESS_TIME_NS: i64 = 24 * 3600 * 1_000_000_000;
-
-/// The data of a file.
-pub(crate) struct FileData {
-    pub mapping: Mapping,
-    /// Quota to which the memory is charged.
-    domain: Option<Arc<Domain>>,
-    /// Bytes charged to `domain`.
-    charged: AtomicU64,
-    has_store: bool,
-}
-
-impl FileData {
-    /// Returns the bytes of memory in a range, which begins and ends with a page.
-    fn allocated_in(&self, start: u64, end: u64, page_bytes: u64) -> u64 {
-        let (mut at, mut sum) = (start, 0);
-        while at < end {
-            let Ok(Some(data)) = self.mapping.seek_data(at) else { break };
-            if data >= end {
-                break;
-            }
-            let hole = self.mapping.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
-            sum += hole - data / page_bytes * page_bytes;
-            at = hole.max(data + 1);
-        }
-        sum
-    }
-
-    /// Returns the bytes of memory of the file. In a file with a store all bytes count.
-    ///
-    /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages.
-    pub fn allocated_bytes(&self, page_bytes: u64) -> u64 {
-        let end = self.mapping.size_bytes().next_multiple_of(page_bytes);
-        if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
-    }
-
-    /// Returns whether the file has memory that only this file system knows the contents of.
-    pub fn is_purgeable(&self) -> bool {
-        !self.has_store && self.mapping.size_bytes() > 0
-    }
-
-    /// Removes all bytes. Returns whether that worked.
-    pub fn empty(&self, page_bytes: u64) -> bool {
-        let is_done = self.mapping.truncate(0).is_ok();
-        self.reconcile(page_bytes);
-        is_done
-    }
-
-    /// Makes the charge equal to the memory in use, after a change that freed memory.
-    fn reconcile(&self, page_bytes: u64) {
-        if let Some(domain) = &self.domain {
-            let allocated = self.allocated_bytes(page_bytes);
-            let surplus = self.charged.load(Relaxed).saturating_sub(allocated);
-            self.charged.fetch_sub(surplus, Relaxed);
-            domain.discharge_bytes(surplus);
-        }
-    }
-}
 
 impl Inner {
     /// Returns the data of a regular file, if it has some.

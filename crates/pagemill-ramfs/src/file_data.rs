@@ -1,0 +1,101 @@
+//! The data of a regular file, and how ranges of it are allocated.
+
+use crate::error::{Error, Result};
+use crate::quota::Domain;
+use pagemill_cache::Mapping;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// The data of a file.
+pub(crate) struct FileData {
+    pub mapping: Mapping,
+    /// Quota to which the memory is charged.
+    pub domain: Option<Arc<Domain>>,
+    /// Bytes charged to `domain`.
+    pub charged: AtomicU64,
+    pub has_store: bool,
+}
+
+impl FileData {
+    /// Returns the bytes of memory in a range, which begins and ends with a page.
+    pub fn allocated_in(&self, start: u64, end: u64, page_bytes: u64) -> u64 {
+        let (mut at, mut sum) = (start, 0);
+        while at < end {
+            let Ok(Some(data)) = self.mapping.seek_data(at) else { break };
+            if data >= end {
+                break;
+            }
+            let hole = self.mapping.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
+            sum += hole - data / page_bytes * page_bytes;
+            at = hole.max(data + 1);
+        }
+        sum
+    }
+
+    /// Returns the bytes of memory of the file. In a file with a store all bytes count.
+    ///
+    /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages.
+    pub fn allocated_bytes(&self, page_bytes: u64) -> u64 {
+        let end = self.mapping.size_bytes().next_multiple_of(page_bytes);
+        if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
+    }
+
+    /// Returns whether the file has memory that only this file system knows the contents of.
+    pub fn is_purgeable(&self) -> bool {
+        !self.has_store && self.mapping.size_bytes() > 0
+    }
+
+    /// Removes all bytes. Returns whether that worked.
+    pub fn empty(&self, page_bytes: u64) -> bool {
+        let is_done = self.mapping.truncate(0).is_ok();
+        self.reconcile(page_bytes);
+        is_done
+    }
+
+    /// Makes the charge equal to the memory in use, after a change that freed memory.
+    pub fn reconcile(&self, page_bytes: u64) {
+        if let Some(domain) = &self.domain {
+            let allocated = self.allocated_bytes(page_bytes);
+            let surplus = self.charged.load(Relaxed).saturating_sub(allocated);
+            self.charged.fetch_sub(surplus, Relaxed);
+            domain.discharge_bytes(surplus);
+        }
+    }
+}
+
+/// What [`crate::File::allocate`] does with a range.
+///
+/// Example: [`crate::File::allocate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocate {
+    /// Gives all pages memory, and extends the file to the end of the range.
+    Extend,
+    /// Gives all pages memory (`FALLOC_FL_KEEP_SIZE`). The range must lie in the file.
+    KeepSize,
+    /// Frees the memory of the range, which reads zero then (`FALLOC_FL_PUNCH_HOLE`). The length stays.
+    Punch,
+    /// Zeroes the range, as [`Allocate::Extend`] otherwise (`FALLOC_FL_ZERO_RANGE`).
+    Zero,
+    /// Zeroes the range, as [`Allocate::KeepSize`] otherwise.
+    ZeroKeepSize,
+}
+
+impl Allocate {
+    /// Returns the operation for the mode of `fallocate(2)`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for other modes, such as `FALLOC_FL_COLLAPSE_RANGE`, which tmpfs does not have, either.
+    pub fn from_mode(mode: i32) -> Result<Self> {
+        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        const ZERO_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        match mode {
+            0 => Ok(Self::Extend),
+            libc::FALLOC_FL_KEEP_SIZE => Ok(Self::KeepSize),
+            PUNCH => Ok(Self::Punch),
+            libc::FALLOC_FL_ZERO_RANGE => Ok(Self::Zero),
+            ZERO_KEEP => Ok(Self::ZeroKeepSize),
+            _ => Err(Error::Unsupported { what: "this mode of `fallocate`" }),
+        }
+    }
+}
