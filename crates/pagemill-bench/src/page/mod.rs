@@ -7,13 +7,21 @@ mod warnings;
 use std::fmt::Write as _;
 
 use crate::compare::Comparison;
+use crate::ideas::IdeaResult;
 use crate::machine::Machine;
 use crate::report::{ORIGINAL_SUBJECTS, OriginalCurve, Report, TableView, VerdictState, format_number};
-use crate::suite::{self, IdeaResult, LeftOut};
+use crate::subject;
 use plot::{Plot, Shape};
 pub use warnings::Warning;
 
 const STYLE: &str = include_str!("style.css");
+/// An experiment of the suite that has no results.
+#[derive(Clone, Debug)]
+pub struct LeftOut {
+    pub name: &'static str,
+    pub warning: Warning,
+}
+
 /// Number of verdicts from which those that are reached are folded.
 const FOLD_VERDICTS_FROM: usize = 12;
 
@@ -128,9 +136,7 @@ impl Page<'_> {
             let seconds = seconds.map_or(String::new(), |seconds| format!("{seconds:.1}"));
             let figures = report.rows().len();
             let _ = write!(html, "<tr><td><a href=\"#{name}\">{name}</a></td><td>{seconds}</td><td>{figures}</td>");
-            for (count, class) in
-                suite::verdict_counts(report).into_iter().zip(["reached", "doubt", "short", "unknown"])
-            {
+            for (count, class) in report.verdict_counts().into_iter().zip(["reached", "doubt", "short", "unknown"]) {
                 let _ = match count {
                     0 => write!(html, "<td></td>"),
                     _ => write!(html, "<td><span class=\"state {class}\">{count}</span></td>"),
@@ -254,7 +260,7 @@ struct DrawnTable<'a> {
 
 fn draw<'a>(report: &Report, table: TableView<'a>) -> DrawnTable<'a> {
     let curves: Vec<&OriginalCurve> = report.curves().iter().filter(|curve| curve.table == table.title).collect();
-    let plots = plot::plots(&table, &curves, |subject| suite::is_own(report.experiment(), subject));
+    let plots = plot::plots(&table, &curves, |subject| subject::is_own(report.experiment(), subject));
     let legend = legend(&plots);
     DrawnTable { table, plots, legend }
 }
@@ -295,7 +301,7 @@ fn table_details(experiment: &str, table: &TableView<'_>) -> String {
     for line in &table.lines {
         let cells = table.columns.iter().map(|column| table.cell_text(line, column));
         let row = table_row([(*line).to_owned()].into_iter().chain(cells));
-        html += &if suite::is_own(experiment, line) { row.replacen("<tr>", "<tr class=\"own\">", 1) } else { row };
+        html += &if subject::is_own(experiment, line) { row.replacen("<tr>", "<tr class=\"own\">", 1) } else { row };
     }
     html + "</table></div></details>\n"
 }

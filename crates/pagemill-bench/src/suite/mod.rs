@@ -3,7 +3,6 @@
 //! An experiment that cannot run here is listed with the reason and the remedy. It does not fail the run. After an
 //! interrupt the results so far are still printed and written.
 
-mod ideas;
 mod plan;
 
 use std::time::{Duration, Instant};
@@ -14,11 +13,11 @@ use serde_json::{Value, json};
 use crate::child;
 use crate::error::{Error, Result};
 use crate::experiment::{self, check_names};
+use crate::ideas::IdeaResult;
 use crate::output::{Output, OutputOptions};
-use crate::page::{Page, Section, Warning};
-use crate::report::{Report, VerdictState};
-pub use ideas::IdeaResult;
-pub use plan::{ENTRIES, Entry, is_own};
+use crate::page::{LeftOut, Page, Section, Warning};
+use crate::report::Report;
+pub use plan::{ENTRIES, Entry};
 
 /// Width of the tables in letters.
 const TABLE_WIDTH: u16 = 140;
@@ -40,13 +39,6 @@ pub struct Options {
 struct Finished {
     report: Report,
     duration: Duration,
-}
-
-/// An experiment of the suite that has no results.
-#[derive(Clone, Debug)]
-pub struct LeftOut {
-    pub name: &'static str,
-    pub warning: Warning,
 }
 
 /// The state of a run of the suite.
@@ -150,7 +142,8 @@ impl Suite {
     fn text(&self, ideas: &[IdeaResult]) -> String {
         let mut experiments = table(["experiment", "s", "figures", "reached", "within doubt", "short", "not measured"]);
         for Finished { report, duration } in &self.finished {
-            let counts = verdict_counts(report).map(|count| if count == 0 { String::new() } else { count.to_string() });
+            let counts =
+                report.verdict_counts().map(|count| if count == 0 { String::new() } else { count.to_string() });
             let start = [report.experiment().to_owned(), format!("{:.1}", duration.as_secs_f64())];
             experiments.add_row(start.into_iter().chain([report.rows().len().to_string()]).chain(counts));
         }
@@ -180,11 +173,4 @@ fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
     table.set_content_arrangement(ContentArrangement::Dynamic).set_width(TABLE_WIDTH);
     table.set_header(header);
     table
-}
-
-/// Returns the numbers of verdicts that are reached, within doubt, short, and not measured.
-pub fn verdict_counts(report: &Report) -> [usize; 4] {
-    let states =
-        [VerdictState::Reached, VerdictState::WithinDoubt, VerdictState::FallsShort, VerdictState::NotMeasured];
-    states.map(|state| report.verdicts().iter().filter(|verdict| verdict.state() == state).count())
 }

@@ -133,23 +133,3 @@ pub const ENTRIES: &[Entry] = &[
         shows: "movable objects: speed, and memory left after freeing",
     },
 ];
-
-/// Starts of the names of subjects that are Pagemill, by experiment. In plots they have the first colour.
-const OWN_SUBJECTS: &[(&str, &[&str])] = &[
-    ("pageshift", &["cache", "view", "pin", "mount", "run"]),
-    ("iozone", &["pagemill", "cache", "views"]),
-    ("hit", &["huge", "dense"]),
-    ("refs", &["splittable", "never-split", "split-collapse"]),
-    ("miss", &["threads", "queue", "futures", "cache", "hits"]),
-    ("orion", &["cache"]),
-    ("stream", &["cache"]),
-    ("writeback", &["cache"]),
-    ("slab", &["fixed", "by-owner", "by-handle", "handle-read"]),
-    ("volatile", &["handle", "vrange"]),
-];
-
-/// Returns whether a subject of an experiment is Pagemill.
-pub fn is_own(experiment: &str, subject: &str) -> bool {
-    let starts = OWN_SUBJECTS.iter().find(|(name, _)| *name == experiment).map_or(&["pagemill"][..], |(_, own)| own);
-    subject.starts_with("pagemill") || starts.iter().any(|start| subject.starts_with(start))
-}

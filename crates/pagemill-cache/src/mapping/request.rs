@@ -232,24 +232,24 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         Ok(Reserved::New(folio))
     }
 
-    /// Allocates a huge folio over page `index`, or up to `pages` pages from there on, for a write. The caller fills
-    /// them before it calls [`Unpublished::register`].
+    /// Allocates a huge folio over page `index`, or up to `pages` pages from there on, for a write, or for an access
+    /// through a view. The caller fills them before it calls [`Unpublished::register`].
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoMemory`]. [`pagemill_core::Error::Store`] if dirty folios cannot be written back.
-    pub fn reserve_for_write(file: F, index: u64, is_huge: bool, pages: usize) -> Result<Self> {
+    pub fn reserve_for_write(file: F, index: u64, is_huge: bool, pages: usize, purpose: Purpose) -> Result<Self> {
         let revoked = file.revoked.load(Acquire);
         if pages > 1 && file.store.is_some() {
             let wanted_bytes = (file.page_bytes() * pages) as u64;
             // Contiguous pages are written back without a copy.
             let has_room = file.cache.fits_limit(wanted_bytes) || file.cache.evict_in_background(wanted_bytes);
             if let Some(memory) = has_room.then(|| file.allocate_contiguous_pages(pages)).flatten() {
-                return Ok(Self::new(file, (memory, 0, index), revoked, Purpose::Write));
+                return Ok(Self::new(file, (memory, 0, index), revoked, purpose));
             }
         }
-        let allocated = file.allocate_folio(index, is_huge, Purpose::Write)?;
-        let mut new = Self::new(file, allocated, revoked, Purpose::Write);
+        let allocated = file.allocate_folio(index, is_huge, purpose)?;
+        let mut new = Self::new(file, allocated, revoked, purpose);
         if pages > 1 {
             let mut numbers = Vec::with_capacity(pages);
             numbers.push(new.number());
@@ -448,7 +448,11 @@ impl<F: Deref<Target = File>> Unpublished<F> {
             file.reach_order(number, order)?;
         }
         let (mut writer, mut stock) = file.tree.lock_for(first, last, u32::from(order))?;
-        if writer.next(first, last).is_some()
+        // A page that an access through a view creates behind the end would stay there: a truncation that removed pages
+        // before this request began does not revoke the request.
+        let is_behind_end = self.purpose == Purpose::Fault && self.offset() >= file.size_bytes();
+        if is_behind_end
+            || writer.next(first, last).is_some()
             || file.revoked.load(Relaxed) != self.revoked
             || file.is_closed.load(Relaxed)
             || self.is_cancelled()

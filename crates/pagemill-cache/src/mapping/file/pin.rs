@@ -246,7 +246,7 @@ impl File {
         let wanted = writable.start.max(self.offset_of(span.start))..end;
         let wanted = if wanted.contains(&page.start) { wanted } else { page };
         let is_huge = self.wants_huge(index, Cause::Fault, wanted);
-        Unpublished::reserve_for_write(self, index, is_huge, 1)?.publish().map(drop)
+        Unpublished::reserve_for_write(self, index, is_huge, 1, Purpose::Fault)?.publish().map(drop)
     }
 
     /// Pins all folios of a range. Returns the place of the first one, and guards of the others.

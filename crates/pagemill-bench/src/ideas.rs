@@ -260,7 +260,7 @@ mod tests {
     /// The texts of the originals must agree with the published tables.
     #[test]
     fn originals_agree_with_the_published_tables() {
-        let table = include_str!("../../data/iozone-2013.csv");
+        let table = include_str!("../data/iozone-2013.csv");
         let mapped = table.lines().filter(|line| line.starts_with("mapped,"));
         let ratios: Vec<f64> =
             mapped.map(|line| line.rsplit(',').next().expect("a field").parse().expect("a number")).collect();
@@ -269,7 +269,7 @@ mod tests {
         let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
         let text = format!("up to {largest:.2}x, mean {mean:.2}x, down to {smallest:.2}x");
         assert!(IDEAS[0].original.contains(&text), "{text}");
-        let orion = include_str!("../../data/orion-2013.csv");
+        let orion = include_str!("../data/orion-2013.csv");
         assert!(orion.contains("1M read,8384,5629,6501,8371") && IDEAS[2].original.contains("6501 to 8371 MB/s"));
     }
 }
