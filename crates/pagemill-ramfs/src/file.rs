@@ -137,7 +137,7 @@ pub struct File {
     fs: Arc<Inner>,
     active: Arc<Active>,
     options: OpenOptions,
-    is_privileged: bool,
+    keeps_set_id: bool,
 }
 
 impl File {
@@ -153,7 +153,7 @@ impl File {
         caller.check(&found, options.access())?;
         let file = Self::open_new(fs, inode, options, caller)?;
         if options.truncate && found.data != 0 {
-            fs.truncate(&file.active, 0, file.is_privileged)?;
+            fs.truncate(&file.active, 0, file.keeps_set_id)?;
         }
         Ok(file)
     }
@@ -170,7 +170,7 @@ impl File {
 
     /// Makes a file of a use that has begun.
     pub(crate) fn of(fs: &Arc<Inner>, active: Arc<Active>, options: &OpenOptions, caller: &Caller) -> Self {
-        Self { fs: fs.clone(), active, options: *options, is_privileged: caller.is_privileged() }
+        Self { fs: fs.clone(), active, options: *options, keeps_set_id: caller.keeps_set_id() }
     }
 
     pub fn ino(&self) -> Ino {
@@ -208,7 +208,7 @@ impl File {
     /// [`Error::BadAccessMode`].
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.check_writable()?;
-        self.fs.write(&self.active, from, (!self.options.append).then_some(offset), self.is_privileged)
+        self.fs.write(&self.active, from, (!self.options.append).then_some(offset), self.keeps_set_id)
     }
 
     /// Writes bytes at the end of the file.
@@ -218,7 +218,7 @@ impl File {
     /// As [`File::write_at`].
     pub fn write(&self, from: &[u8]) -> Result<usize> {
         self.check_writable()?;
-        self.fs.write(&self.active, from, None, self.is_privileged)
+        self.fs.write(&self.active, from, None, self.keeps_set_id)
     }
 
     /// Returns the length of the file in bytes.
@@ -233,7 +233,7 @@ impl File {
     /// [`Error::BadAccessMode`], [`Error::FileTooLarge`], [`Error::Invalid`].
     pub fn set_size(&self, size_bytes: u64) -> Result<()> {
         self.check_writable()?;
-        self.fs.truncate(&self.active, size_bytes, self.is_privileged)
+        self.fs.truncate(&self.active, size_bytes, self.keeps_set_id)
     }
 
     /// Allocates, frees or zeroes a range. After an error the file is as before, except that a part of the range may be
@@ -256,7 +256,7 @@ impl File {
     /// ```
     pub fn allocate(&self, how: Allocate, offset: u64, len_bytes: u64) -> Result<()> {
         self.check_writable()?;
-        self.fs.allocate(&self.active, how, offset, len_bytes, self.is_privileged)
+        self.fs.allocate(&self.active, how, offset, len_bytes, self.keeps_set_id)
     }
 
     /// Returns the offset of the first data, or of the first hole, from `offset` on. The end of the file is a hole.
@@ -281,6 +281,15 @@ impl File {
     /// None in practice: an open file exists.
     pub fn metadata(&self) -> Result<Attr> {
         self.fs.attributes(self.active.inode)
+    }
+
+    /// Returns the permission bits of the file. Cheaper than [`File::metadata`], which also counts pages.
+    ///
+    /// # Errors
+    ///
+    /// None in practice: an open file exists.
+    pub fn mode(&self) -> Result<u32> {
+        self.fs.inode(self.active.inode).map(|inode| inode.mode & 0o7777)
     }
 
     /// Writes dirty pages of a file with a store to the store. Other files have nothing to write.

@@ -73,7 +73,7 @@ impl Inner {
                 caller.check(&inode, Access::WRITE)?;
             }
             let active = self.begin_use(handle)?;
-            let done = self.truncate(&active, size_bytes, caller.is_privileged());
+            let done = self.truncate(&active, size_bytes, caller.keeps_set_id());
             self.end_use(active.ino, 1);
             done?;
         }

@@ -59,13 +59,13 @@ impl Inner {
     }
 
     /// Writes bytes into a file at `offset`, or at its end with `None`. Returns how many bytes found memory.
-    pub fn write(&self, active: &Active, from: &[u8], offset: Option<u64>, is_privileged: bool) -> Result<usize> {
+    pub fn write(&self, active: &Active, from: &[u8], offset: Option<u64>, keeps_set_id: bool) -> Result<usize> {
         if from.is_empty() {
             return Ok(0);
         }
         let _writing = active.writing.lock();
         let offset = offset.unwrap_or_else(|| self.size_of(active));
-        self.note_modified(active.inode, is_privileged)?;
+        self.note_modified(active.inode, keeps_set_id)?;
         let data = self.data_for_write(active)?;
         let written = loop {
             let written = match &data.domain {
@@ -124,7 +124,7 @@ impl Inner {
     }
 
     /// Sets the length of a file.
-    pub fn truncate(&self, active: &Active, size_bytes: u64, is_privileged: bool) -> Result<()> {
+    pub fn truncate(&self, active: &Active, size_bytes: u64, keeps_set_id: bool) -> Result<()> {
         let _writing = active.writing.lock();
         if size_bytes > i64::MAX as u64 {
             return Err(Error::Invalid { what: "a length beyond the largest offset" });
@@ -134,13 +134,20 @@ impl Inner {
             data.mapping.truncate(size_bytes)?;
             data.reconcile(self.page_bytes());
         }
-        self.note_modified(active.inode, is_privileged)?;
+        self.note_modified(active.inode, keeps_set_id)?;
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(())
     }
 
     /// Allocates, zeroes or frees a range of a file.
-    pub fn allocate(&self, active: &Active, how: Allocate, offset: u64, len_bytes: u64, is_root: bool) -> Result<()> {
+    pub fn allocate(
+        &self,
+        active: &Active,
+        how: Allocate,
+        offset: u64,
+        len_bytes: u64,
+        keeps_set_id: bool,
+    ) -> Result<()> {
         if len_bytes == 0 {
             return Err(Error::Invalid { what: "a range of 0 bytes" });
         }
@@ -165,7 +172,7 @@ impl Inner {
             }
             Allocate::Extend | Allocate::KeepSize => self.fill_holes(data, offset, end)?,
         }
-        self.note_modified(active.inode, is_root)?;
+        self.note_modified(active.inode, keeps_set_id)?;
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(())
     }
@@ -233,9 +240,9 @@ impl Inner {
 
     /// Sets the times of a change of data, and clears the set-user-ID and set-group-ID bits after a change by an
     /// unprivileged caller.
-    fn note_modified(&self, handle: InodeHandle, is_privileged: bool) -> Result<()> {
+    fn note_modified(&self, handle: InodeHandle, keeps_set_id: bool) -> Result<()> {
         let now_ns = self.clock.now_ns();
-        let mode = |inode: &Inode| if is_privileged { inode.mode } else { inode.mode_without_set_id() };
+        let mode = |inode: &Inode| if keeps_set_id { inode.mode } else { inode.mode_without_set_id() };
         let guard = enter();
         let inode = self.inodes.get(handle, &guard).ok_or(STALE)?;
         if inode.modified_ns == now_ns && inode.changed_ns == now_ns && inode.mode == mode(inode) {
