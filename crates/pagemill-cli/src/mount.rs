@@ -1,4 +1,6 @@
-//! `pagemill mount | purge | umount`: a RAM file system whose memory can be reclaimed.
+//! `pagemill mount | purge | umount`: a RAM file system whose memory can be reclaimed, or one through FUSE.
+
+pub mod fuse;
 
 use crate::fail;
 use crate::metrics::{self, OpenTarget, Publisher, Scope, Source};
@@ -32,6 +34,9 @@ const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 /// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again after a controller
 /// was killed takes over the mount, with its size. A --daemon in a private mount namespace ends with the last other
 /// process there.
+///
+/// With --fuse this process itself is the file system. That works for users without privileges, too, but is slower for
+/// metadata (docs/mount.md), and the files are lost when the process ends.
 #[derive(clap::Args)]
 pub struct Mount {
     /// The mount point: an empty folder.
@@ -54,6 +59,13 @@ pub struct Mount {
     /// Return once the file system is mounted; the controller continues in the background.
     #[arg(long)]
     daemon: bool,
+    /// Serve the files from this process through FUSE, instead of mounting a tmpfs. Without privileges this needs the
+    /// program fusermount3, and only this user can use the files. No file can be volatile.
+    #[arg(long, conflicts_with = "cgroup")]
+    fuse: bool,
+    /// Number of threads that answer requests with --fuse [default: one for each CPU, at most 4]
+    #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: Option<u16>,
     /// Print the mount as one JSON object.
     #[arg(long)]
     json: bool,
@@ -107,6 +119,12 @@ impl Mount {
             Ok(signals) => signals,
             Err(error) => return report_error(2, self.json, &format!("signals cannot be handled: {error}")),
         };
+        if let Err(why) = fuse::remove_dead_mounts(&self.dir) {
+            return report_error(2, self.json, &why);
+        }
+        if self.fuse {
+            return self.main_of_fuse(signals);
+        }
         let groups = match self.cgroup.iter().map(|group| group_folder(group)).collect() {
             Ok(groups) => groups,
             Err(why) => return report_error(2, self.json, &why),
@@ -119,11 +137,15 @@ impl Mount {
         let request = MountRequest { point: self.dir.clone(), size_bytes: self.size, mode };
         match request.mount() {
             Ok(mounted) => self.run_controller(groups, mounted, signals, metrics),
-            Err(refusal @ Refusal::Missing(_)) => {
-                let text = format!("{refusal}: mkdir -p '{}'", self.dir.display());
-                report_error(2, self.json, &text)
-            }
-            Err(refusal) => report_error(2, self.json, &refusal.to_string()),
+            Err(refusal) => report_error(2, self.json, &self.hint_of(&refusal)),
+        }
+    }
+
+    /// Returns the text of a refusal, with the command that creates a missing mount point.
+    fn hint_of(&self, refusal: &Refusal) -> String {
+        match refusal {
+            Refusal::Missing(_) => format!("{refusal}: mkdir -p '{}'", self.dir.display()),
+            _ => refusal.to_string(),
         }
     }
 
@@ -191,12 +213,8 @@ impl Mount {
         drop(server);
         drop(control_loop);
         handle.close();
-        // The log is removed if it is empty.
-        if self.as_daemon
-            && let Ok(log) = log_path(device)
-            && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
-        {
-            let _ = std::fs::remove_file(log);
+        if self.as_daemon {
+            remove_empty_log(device);
         }
         status
     }
@@ -211,10 +229,7 @@ impl Mount {
                 .to_string()
         } else {
             let how = if was_taken_over { "taken over" } else { "mounted" };
-            let log =
-                log_path(device).map_or_else(|_| String::new(), |path| format!("; messages in {}", path.display()));
-            let end =
-                if self.as_daemon { format!("`pagemill umount` ends it{log}") } else { "Ctrl-C unmounts it".into() };
+            let end = self.end_hint(device);
             format!("{} {how}: up to {size}, controller {pid}; {end}", point.display())
         };
         let _ = writeln!(std::io::stdout(), "{line}");
@@ -222,6 +237,15 @@ impl Mount {
         if self.as_daemon {
             self.redirect_output_to_log(device);
         }
+    }
+
+    /// Returns the words that say how the mount ends, and where a background process writes messages.
+    fn end_hint(&self, device: u64) -> String {
+        if !self.as_daemon {
+            return "Ctrl-C unmounts it".into();
+        }
+        let log = log_path(device).map_or_else(|_| String::new(), |path| format!("; messages in {}", path.display()));
+        format!("`pagemill umount` ends it{log}")
     }
 
     /// Starts this command again as a background process, and waits until that process has mounted the file system.
@@ -256,6 +280,15 @@ impl Mount {
         if let Ok(null) = File::open("/dev/null") {
             let _ = rustix::stdio::dup2_stdout(&null);
         }
+    }
+}
+
+/// Removes the log of a background process if it is empty.
+fn remove_empty_log(device: u64) {
+    if let Ok(log) = log_path(device)
+        && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
+    {
+        let _ = std::fs::remove_file(log);
     }
 }
 
@@ -331,6 +364,9 @@ pub struct Umount {
 impl Umount {
     pub fn main(&self) -> ExitCode {
         const RETRY_TIME: Duration = Duration::from_millis(500);
+        if let Some(found) = fuse::Found::at(&self.dir) {
+            return fuse::unmount(&found, RETRY_TIME, self.json);
+        }
         let (point, device) = match mounting::find_own_mount(&self.dir) {
             Ok(found) => found,
             Err(refusal) => return report_error(2, self.json, &refusal.to_string()),

@@ -2,7 +2,7 @@
 
 use crate::columns::{self, Heading};
 use crate::fail;
-use crate::mount::{no_controller_message, report_error};
+use crate::mount::{fuse, no_controller_message, report_error};
 use pagemill_core::units::Bytes;
 use pagemill_tmpfs::control::{self, RequestOutcome};
 use pagemill_tmpfs::mounting;
@@ -29,6 +29,9 @@ pub struct Status {
 
 impl Status {
     pub fn main(&self) -> ExitCode {
+        if let Some(found) = fuse::Found::at(&self.dir) {
+            return self.main_of_fuse(found);
+        }
         let (point, device) = match mounting::find_own_mount(&self.dir) {
             Ok(found) => found,
             Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
@@ -55,14 +58,40 @@ impl Status {
         }
     }
 
+    /// Shows the usage of a mount through FUSE.
+    fn main_of_fuse(&self, mut found: fuse::Found) -> ExitCode {
+        loop {
+            let text = match fuse::status_text(&found, self.json) {
+                Ok(text) => text,
+                Err(why) => return report_error(2, self.json, &why),
+            };
+            match self.write_text(&text) {
+                Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                    return fail(1, &format!("the state cannot be written: {error}"));
+                }
+                Ok(()) if self.watch => {}
+                _ => return ExitCode::SUCCESS,
+            }
+            thread::sleep(Duration::from_secs(1));
+            found = match fuse::Found::at(&self.dir) {
+                Some(found) => found,
+                None => return ExitCode::SUCCESS,
+            };
+        }
+    }
+
     fn write(&self, state: &State) -> std::io::Result<()> {
-        let text = if self.json {
-            serde_json::to_string(state).map_err(std::io::Error::other)? + "\n"
-        } else {
-            // With --watch, each status replaces the previous one on the screen of a terminal.
-            let clear = if self.watch && std::io::stdout().is_terminal() { "\x1b[H\x1b[2J" } else { "" };
-            format!("{clear}{}", text_of(state))
+        let text = match self.json {
+            true => serde_json::to_string(state).map_err(std::io::Error::other)? + "\n",
+            false => text_of(state),
         };
+        self.write_text(&text)
+    }
+
+    fn write_text(&self, text: &str) -> std::io::Result<()> {
+        // With --watch, each status replaces the previous one on the screen of a terminal.
+        let is_replaced = self.watch && !self.json && std::io::stdout().is_terminal();
+        let text = format!("{}{text}", if is_replaced { "\x1b[H\x1b[2J" } else { "" });
         let mut out = std::io::stdout().lock();
         out.write_all(text.as_bytes())?;
         out.flush()

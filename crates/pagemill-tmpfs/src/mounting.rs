@@ -16,8 +16,8 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// Source of Pagemill's tmpfs mounts in `mountinfo`, which distinguishes them from other mounts.
-const MOUNT_SOURCE: &str = "pagemill";
+/// Source of Pagemill's mounts in `mountinfo`, which distinguishes them from other mounts.
+pub const MOUNT_SOURCE: &str = "pagemill";
 
 /// A line of `/proc/self/mountinfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,9 +40,19 @@ impl MountLine {
         Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source })
     }
 
+    /// Returns the device number of the file system.
+    pub fn device(&self) -> u64 {
+        rustix::fs::makedev(self.device.0, self.device.1)
+    }
+
     /// Returns whether Pagemill mounted this tmpfs.
     pub fn is_ours(&self) -> bool {
         self.kind == "tmpfs" && self.source == MOUNT_SOURCE
+    }
+
+    /// Returns whether Pagemill mounted this file system through FUSE.
+    pub fn is_our_fuse(&self) -> bool {
+        self.source == MOUNT_SOURCE && self.kind.strip_prefix("fuse.") == Some(MOUNT_SOURCE)
     }
 }
 
@@ -136,17 +146,43 @@ pub fn socket_path(device: u64) -> io::Result<PathBuf> {
 pub enum Refusal {
     Missing(PathBuf),
     NoFolder(PathBuf),
-    NotEmpty { point: PathBuf, entries: usize, first: String },
-    Taken { point: PathBuf, kind: String, source: String },
+    NotEmpty {
+        point: PathBuf,
+        entries: usize,
+        first: String,
+    },
+    Taken {
+        point: PathBuf,
+        kind: String,
+        source: String,
+    },
     Running(PathBuf),
     NoSize,
-    TooLarge { size_bytes: u64, machine_bytes: u64 },
+    TooLarge {
+        size_bytes: u64,
+        machine_bytes: u64,
+    },
     NotOurs(PathBuf),
+    /// Pagemill mounted it through FUSE, where the command has no effect.
+    IsFuse(PathBuf),
     NotMounted(PathBuf),
-    Busy { point: PathBuf, users: Vec<FileSystemUser>, below: Vec<PathBuf> },
-    NoLock { path: PathBuf, error: io::Error },
-    NotAllowed { what: &'static str, error: io::Error },
-    System { what: &'static str, error: io::Error },
+    Busy {
+        point: PathBuf,
+        users: Vec<FileSystemUser>,
+        below: Vec<PathBuf>,
+    },
+    NoLock {
+        path: PathBuf,
+        error: io::Error,
+    },
+    NotAllowed {
+        what: &'static str,
+        error: io::Error,
+    },
+    System {
+        what: &'static str,
+        error: io::Error,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -171,6 +207,10 @@ impl fmt::Display for Refusal {
                 write!(f, "a size of {size} is beyond the machine's memory, {machine}")
             }
             Self::NotOurs(point) => write!(f, "what is mounted on {} was not mounted by Pagemill", point.display()),
+            Self::IsFuse(point) => {
+                write!(f, "{} is mounted with `pagemill mount --fuse`, ", point.display())?;
+                write!(f, "which has no volatile files and no controller; `pagemill mount` without --fuse has both")
+            }
             Self::NotMounted(point) => write!(f, "nothing is mounted on {}", point.display()),
             Self::Busy { point, users, below } => {
                 write!(f, "{} is busy", point.display())?;
@@ -231,29 +271,16 @@ impl MountRequest {
     ///
     /// A [`Refusal`] that names the obstacle.
     pub fn mount(&self) -> Result<Mounted, Refusal> {
-        self.check_size()?;
+        check_size(self.size_bytes)?;
         let point = canonical(&self.point)?;
         // Two processes may mount here at the same time. The lock ensures that the second one finds the mount of the
         // first.
-        let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
-        let folder = folder().map_err(refusal_for(no_folder))?;
-        let _lock = lock(&folder).map_err(|error| Refusal::NoLock { path: folder.join("mount.lock"), error })?;
+        let (folder, _lock) = lock_mounts()?;
         remove_dead_sockets(&folder);
         match mount_at(&point).map_err(refusal_for("the mounts cannot be read"))? {
             Some(line) if line.is_ours() => self.take_over(point),
             Some(line) => Err(Refusal::Taken { point, kind: line.kind, source: line.source }),
             None => self.mount_new(point),
-        }
-    }
-
-    fn check_size(&self) -> Result<(), Refusal> {
-        let machine = pagemill_sys::cgroup::machine("").map_err(refusal_for("the machine's memory cannot be read"))?;
-        match self.size_bytes {
-            Some(0) => Err(Refusal::NoSize),
-            Some(size_bytes) if size_bytes > machine.total_bytes => {
-                Err(Refusal::TooLarge { size_bytes, machine_bytes: machine.total_bytes })
-            }
-            _ => Ok(()),
         }
     }
 
@@ -283,11 +310,7 @@ impl MountRequest {
         if fs::read_link(&place).map_err(refusal_for("the mount point cannot be read"))? != point {
             return Err(Refusal::Missing(point));
         }
-        let mut entries = fs::read_dir(&place).map_err(refusal_for("the mount point cannot be read"))?;
-        if let Some(Ok(first)) = entries.next() {
-            let first = first.file_name().to_string_lossy().into_owned();
-            return Err(Refusal::NotEmpty { point, entries: 1 + entries.count(), first });
-        }
+        check_empty(&point, &place)?;
         let size_bytes = self.size_bytes.unwrap_or_else(default_size);
         let (mount, has_no_huge) = self.create_tmpfs(size_bytes).map_err(refusal_for("tmpfs cannot be mounted"))?;
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
@@ -317,8 +340,52 @@ impl MountRequest {
     }
 }
 
+/// Locks mounting by this user, and returns the folder of the mounts' sockets. Dropping the file unlocks it.
+///
+/// # Errors
+///
+/// [`Refusal::NoLock`], errors of creating the folder.
+pub fn lock_mounts() -> Result<(PathBuf, fs::File), Refusal> {
+    let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
+    let folder = folder().map_err(refusal_for(no_folder))?;
+    let lock = lock(&folder).map_err(|error| Refusal::NoLock { path: folder.join("mount.lock"), error })?;
+    Ok((folder, lock))
+}
+
+/// Checks a requested size of a file system.
+///
+/// # Errors
+///
+/// [`Refusal::NoSize`], [`Refusal::TooLarge`], errors of reading the machine's memory.
+pub fn check_size(size_bytes: Option<u64>) -> Result<(), Refusal> {
+    let machine = pagemill_sys::cgroup::machine("").map_err(refusal_for("the machine's memory cannot be read"))?;
+    match size_bytes {
+        Some(0) => Err(Refusal::NoSize),
+        Some(size_bytes) if size_bytes > machine.total_bytes => {
+            Err(Refusal::TooLarge { size_bytes, machine_bytes: machine.total_bytes })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that a mount point has no entries, which a mount would hide. `place` is a path that leads to it.
+///
+/// # Errors
+///
+/// [`Refusal::NotEmpty`], errors of reading.
+pub fn check_empty(point: &Path, place: &Path) -> Result<(), Refusal> {
+    let mut entries = fs::read_dir(place).map_err(refusal_for("the mount point cannot be read"))?;
+    let Some(Ok(first)) = entries.next() else { return Ok(()) };
+    let first = first.file_name().to_string_lossy().into_owned();
+    Err(Refusal::NotEmpty { point: point.to_owned(), entries: 1 + entries.count(), first })
+}
+
 /// Returns the folder's absolute path without links.
-fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
+///
+/// # Errors
+///
+/// [`Refusal::Missing`], [`Refusal::NoFolder`], errors of reading.
+pub fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
     let found = fs::canonicalize(point).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refusal::Missing(point.to_owned()),
         _ => refusal_for("the mount point cannot be read")(error),
@@ -402,6 +469,7 @@ pub fn find_own_mount(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     let device = fs::metadata(&point).map_err(refusal_for("the mount cannot be read"))?.dev();
     match line {
         None => Err(Refusal::NotMounted(point)),
+        Some(line) if line.is_our_fuse() => Err(Refusal::IsFuse(point)),
         Some(line) if !line.is_ours() || line.device != device_numbers(device) => Err(Refusal::NotOurs(point)),
         Some(_) => Ok((point, device)),
     }
@@ -420,11 +488,14 @@ pub fn unmount(point: &Path, device: u64, controller: u32) -> Result<(), Refusal
     }
     match mount::unmount(point, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
-        Err(Errno::BUSY) => {
-            Err(Refusal::Busy { point: point.to_owned(), users: users(device, controller), below: mounts_below(point) })
-        }
+        Err(Errno::BUSY) => Err(busy(point, device, controller)),
         Err(error) => Err(refusal_for("it cannot be unmounted")(error.into())),
     }
+}
+
+/// Returns the refusal that lists the visible users of a file system, except `controller` and its children.
+pub fn busy(point: &Path, device: u64, controller: u32) -> Refusal {
+    Refusal::Busy { point: point.to_owned(), users: users(device, controller), below: mounts_below(point) }
 }
 
 /// Returns the mount points below a path.

@@ -2,6 +2,7 @@
 //! ends.
 #![allow(dead_code)] // no test file uses all of it
 
+pub mod fuse;
 pub mod group;
 pub mod holder;
 pub mod ram;
