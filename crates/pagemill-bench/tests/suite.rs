@@ -12,7 +12,7 @@ mod runner;
 use runner::{bench, rows, value};
 
 /// Arguments of an experiment that runs for less than a second and needs nothing but memory.
-const SHORT: [&str; 6] = ["refs", "--quick", "--samples", "2", "--only", "splittable,per-page"];
+const SHORT: [&str; 6] = ["refs", "--quick", "--samples", "2", "--only", "splittable,per-4-KiB"];
 
 fn of_kind<'a>(rows: &'a [Value], kind: &str) -> Vec<&'a Value> {
     rows.iter().filter(|row| row["kind"] == kind).collect()
@@ -42,7 +42,7 @@ fn experiment_writes_a_page_and_is_compared() {
     let counted = ["changed", "unchanged", "without_spread"].map(|key| sums[key].as_u64().expect("a number"));
     assert!(counted.iter().sum::<u64>() > 4, "{sums}");
 
-    let text = bench(&[&SHORT[..4], &["--only", "per-page", "--compare", &old]].concat());
+    let text = bench(&[&SHORT[..4], &["--only", "per-4-KiB", "--compare", &old]].concat());
     let text = String::from_utf8_lossy(&text.stdout).into_owned();
     assert!(text.contains("only in the old run: refs, ") && text.contains("splittable"), "{text}");
 }

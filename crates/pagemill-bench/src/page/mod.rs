@@ -63,6 +63,7 @@ impl Page<'_> {
             self.machine.time(),
             env!("CARGO_PKG_VERSION")
         );
+        let _ = write!(html, "<p><code>{}</code></p>", escape(&command_line()));
         html += "<ul class=\"machine\">";
         for (name, text) in self.machine.titles() {
             let _ = write!(html, "<li><b>{}</b>{}</li>", escape(&name), escape(text));
@@ -175,6 +176,12 @@ impl Page<'_> {
         }
         html + "\n"
     }
+}
+
+/// Returns the command that made the page.
+fn command_line() -> String {
+    let words = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());
+    ["pagemill bench".to_owned()].into_iter().chain(words).collect::<Vec<_>>().join(" ")
 }
 
 fn warning_list(warnings: &[Warning]) -> String {

@@ -84,66 +84,58 @@ pub fn plots(table: &TableView<'_>, curves: &[&OriginalCurve], is_own: impl Fn(&
     let names = unique_names(rows.iter().map(|row| row.subject.as_str()));
     let (own, others): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| is_own(name));
     let subjects = Subjects { own_count: own.len(), names: [own, others].concat() };
-    let columns = unique_names(rows.iter().map(|row| column(row)));
-    let lines = lines_over_columns(&rows, &subjects, &columns, curves);
-    if !lines.is_empty() {
-        return lines;
-    }
-    let of_column = |name: &&str| {
-        let rows: Vec<&Row> = rows.iter().copied().filter(|row| column(row) == *name).collect();
-        lines_over_page_sizes(name, &rows, &subjects).unwrap_or_else(|| bars(name, &rows, &subjects))
+    let (lines, rest) = match lines_over_columns(&rows, &subjects, curves) {
+        Some((plot, rest)) => (Some(plot), rest),
+        None => (None, rows),
     };
-    columns.iter().map(of_column).collect()
+    let columns = unique_names(rest.iter().map(|row| column(row)));
+    let of_column = columns.into_iter().map(|name| {
+        let rows: Vec<&Row> = rest.iter().copied().filter(|row| column(row) == name).collect();
+        lines_over_page_sizes(name, &rows, &subjects).unwrap_or_else(|| bars(name, &rows, &subjects))
+    });
+    lines.into_iter().chain(of_column).collect()
 }
 
 fn column(row: &Row) -> &str {
     row.cell.as_ref().map_or("", |cell| &cell.column)
 }
 
-/// Returns a plot over the numbers in the columns' names; none if the names are not numbers of one kind, or too few.
-fn lines_over_columns(
-    rows: &[&Row],
+/// Returns a plot over the numbers in the columns' names, and the rows of the other columns. Returns none if too few
+/// columns have a number, the same rest of the name, and the same unit.
+fn lines_over_columns<'a>(
+    rows: &[&'a Row],
     subjects: &Subjects<'_>,
-    columns: &[&str],
     curves: &[&OriginalCurve],
-) -> Vec<Plot> {
-    let numbers: Option<Vec<Number>> = columns.iter().map(|name| number_in(name)).collect();
-    let Some(numbers) = numbers else { return Vec::new() };
-    let has_one_kind = numbers.windows(2).all(|pair| pair[0].rest == pair[1].rest);
-    let units = unique_names(rows.iter().map(|row| row.unit));
-    let x_values = unique_values(numbers.iter().map(|number| number.value).chain(curve_points(curves).map(|(x, _)| x)));
-    if !has_one_kind || units.len() != 1 || x_values < MIN_X_VALUES {
-        return Vec::new();
+) -> Option<(Plot, Vec<&'a Row>)> {
+    let (kind, unit) = rows.iter().find_map(|row| Some((number_in(column(row))?.rest, row.unit)))?;
+    let number_of = |row: &Row| number_in(column(row)).filter(|number| number.rest == kind && row.unit == unit);
+    let (numbered, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| number_of(row).is_some());
+    let measured_x = numbered.iter().filter_map(|row| number_of(row)).map(|number| number.value);
+    let published_x = curves.iter().flat_map(|curve| curve.points.iter().map(|(x, _)| *x));
+    if unique_values(measured_x.chain(published_x)) < MIN_X_VALUES {
+        return None;
     }
     // Values of an original come from another machine, so only the ratios are comparable.
     let is_ratio = subjects.names.iter().any(|subject| subject.starts_with(ORIGINAL_SUBJECTS));
-    let point_of = |row: &&&Row| {
-        let number = &numbers[columns.iter().position(|name| *name == column(row))?];
+    let point_of = |row: &Row| {
+        let number = number_of(row)?;
         let y = if is_ratio { row.ratio.unwrap_or(1.0) } else { row.value };
-        Some(point((number.value, number.text.clone()), y, row.spread))
+        Some(point((number.value, number.text), y, row.spread))
     };
     let series = subjects.names.iter().map(|subject| {
         let curve = curves.iter().find(|curve| curve.subject == *subject);
-        let own = rows.iter().filter(|row| row.subject == *subject);
+        let own = numbered.iter().filter(|row| row.subject == *subject);
         let mut points: Vec<Point> = match curve {
             Some(curve) => curve.points.iter().map(|(x, y)| point((*x, x.to_string()), *y, 0.0)).collect(),
-            None => own.filter_map(|row| point_of(&row)).collect(),
+            None => own.filter_map(|row| point_of(row)).collect(),
         };
         points.sort_by(|a, b| a.x.total_cmp(&b.x));
         PlotSeries { points, ..subjects.series(subject, subject) }
     });
-    let baseline = rows.iter().find_map(|row| row.baseline.as_deref()).unwrap_or("the baseline");
-    vec![Plot {
-        title: String::new(),
-        shape: Shape::Lines,
-        x_title: numbers[0].rest.clone(),
-        unit: if is_ratio { format!("times {baseline}") } else { units[0].to_owned() },
-        series: series.collect(),
-    }]
-}
-
-fn curve_points(curves: &[&OriginalCurve]) -> impl Iterator<Item = (f64, f64)> {
-    curves.iter().flat_map(|curve| curve.points.iter().copied())
+    let series = series.filter(|series| !series.points.is_empty()).collect();
+    let baseline = numbered.iter().find_map(|row| row.baseline.as_deref()).unwrap_or("the baseline");
+    let unit = if is_ratio { format!("times {baseline}") } else { unit.to_owned() };
+    Some((Plot { title: String::new(), shape: Shape::Lines, x_title: kind.clone(), unit, series }, rest))
 }
 
 /// Returns a plot of one column over the page sizes in the subjects' names. A subject without a page size is a level
@@ -279,6 +271,10 @@ mod tests {
         let x_values: Vec<f64> = lines.series[0].points.iter().map(|point| point.x).collect();
         assert_eq!((x_values, lines.series[1].points.len()), (vec![1.0, 2.0, 8.0], 1));
         assert_eq!((lines.series[0].points[0].low, lines.series[0].points[0].high), (9.0, 11.0));
+
+        let mixed = [&three[..], &[("a", "filled", 7.0)]].concat();
+        let shapes: Vec<_> = plots_of(&mixed, &[]).iter().map(|plot| (plot.shape, plot.series.len())).collect();
+        assert_eq!(shapes, [(Shape::Lines, 2), (Shape::Bars, 1)]);
 
         let bars = plots_of(&three[..2], &[]);
         assert_eq!(bars.iter().map(|plot| (plot.shape, plot.series.len())).collect::<Vec<_>>(), [(Shape::Bars, 1); 2]);

@@ -54,7 +54,7 @@ fn report() -> Report {
 /// Returns the page of the report and of a suite with an experiment that was left out.
 fn page_of(report: &Report) -> String {
     let machine = Machine::read();
-    let left_out = [LeftOut { name: "orion", warning: Warning::of_gap("fio cannot be started") }];
+    let left_out = [LeftOut { name: "orion", warning: Warning::of_gap("fio is not there") }];
     let sections = vec![Section { report, seconds: Some(1.5) }, Section { report, seconds: None }];
     let comparison = Comparison { path: HOSTILE.to_owned(), ..Comparison::default() };
     let ideas = IdeaResult::all(&[report]);
@@ -92,7 +92,7 @@ fn page_is_well_formed_and_self_contained() {
     let links: Vec<&str> = links.collect();
     assert!(links.iter().all(|link| link.starts_with('#') || *link == "bench.json"), "{links:?}");
     assert!(!html.contains("url(") && !html.contains("@import") && html.len() < 2 << 20);
-    assert!(html.contains("left out: fio cannot be started") && html.contains("Remedy: apt-get install fio"));
+    assert!(html.contains("left out: fio is not there") && html.contains("Remedy: apt-get install fio"));
     let texts: String = document.descendants().filter_map(|node| node.text()).collect();
     assert!(texts.contains("<script>alert('x')</script> & \"quoted\" \u{fffd}"));
 }

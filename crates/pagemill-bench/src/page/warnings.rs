@@ -19,7 +19,10 @@ const BUSY_LOAD_PER_CPU: f64 = 0.25;
 const REMEDIES: &[(&str, &str)] = &[
     ("takes root", "run the command with sudo"),
     ("not permitted", "run the command with sudo"),
-    ("fio", "apt-get install fio"),
+    ("interrupted", "run it again, or only this experiment: --only NAME"),
+    ("wrong answer", "this is a bug of the subject or of the bench: report it with this message"),
+    ("did not end within", "end other programs and measure again"),
+    ("fio is not there", "apt-get install fio"),
     ("the command is not built", "cargo build --release -p pagemill-cli -p pagemill-bench"),
     ("valgrind", "apt-get install valgrind"),
     ("configure script", "download and unpack the source of GNU hello; give its folder"),
@@ -146,7 +149,8 @@ mod tests {
             Warning::of_gap("tcmalloc: libtcmalloc not found; to have it: apt-get install libtcmalloc-minimal4");
         assert_eq!(installed, Warning::new("tcmalloc: libtcmalloc not found", "apt-get install libtcmalloc-minimal4"));
         assert_eq!(of("mounting is not permitted here (EPERM); it takes root"), "run the command with sudo");
-        assert_eq!(of("fio cannot be started"), "apt-get install fio");
+        assert_eq!(of("fio is not there (Debian: apt install fio): nothing"), "apt-get install fio");
+        assert!(of("interrupted; everything started was ended").contains("again"));
         assert!(of("temporary folders are in memory here: --dir names one that is on a device").contains("--dir"));
         assert!(of("survive needs a limit: no control group is writable").contains("root"));
         assert_eq!(of("something else"), "see docs/benchmarks.md");
