@@ -16,6 +16,8 @@ struct Idea {
     /// What the rows below measure.
     measured: &'static str,
     experiment: &'static str,
+    /// Unit of the values, in words.
+    unit: &'static str,
     /// Whether the name of a case belongs to the idea.
     has_case: fn(&str) -> bool,
     /// The metrics. With several cases or metrics, a subject has the geometric mean of its values.
@@ -36,6 +38,7 @@ const IDEAS: &[Idea] = &[
         source: "Transparent huge page cache v4, May 2013",
         measured: "iozone, mapped, mean of all operations and threads",
         experiment: "iozone",
+        unit: "MiB/s",
         has_case: |case| case.starts_with("mapped"),
         metrics: &["initial_write", "rewrite", "read", "reread", "reverse_read", "random_read", "random_write"],
         better: Better::Higher,
@@ -49,6 +52,7 @@ const IDEAS: &[Idea] = &[
         source: "vrange for anonymous page v7, March 2013",
         measured: "ebizzy, 2 threads; the baseline returns memory at once, as the original's did",
         experiment: "ebizzy",
+        unit: "records/s",
         has_case: |case| case == "256 KiB, 2 threads",
         metrics: &["records_per_second"],
         better: Better::Higher,
@@ -62,6 +66,7 @@ const IDEAS: &[Idea] = &[
         source: "Fix aio performance regression for database caused by THP, August 2013",
         measured: "orion, random reads of 1 MiB, processor time for each",
         experiment: "orion",
+        unit: "us of CPU time",
         has_case: |case| case.starts_with("1 MiB random reads"),
         metrics: &["cpu_us"],
         better: Better::Lower,
@@ -75,6 +80,7 @@ const IDEAS: &[Idea] = &[
         source: "Slab Movable Objects v3, April 2019",
         measured: "slab, objects of 192 B, nine tenths freed: memory left, times the live objects",
         experiment: "slab",
+        unit: "x of the live objects",
         has_case: |case| case.ends_with("objects of 192 B"),
         metrics: &["left_ratio"],
         better: Better::Lower,
@@ -88,6 +94,7 @@ const IDEAS: &[Idea] = &[
         source: "CONFIG_PAGE_SHIFT, July 2007",
         measured: "pageshift, the same test",
         experiment: "pageshift",
+        unit: "us",
         has_case: |case| case == "100 MiB",
         metrics: &["again_us"],
         better: Better::Lower,
@@ -141,7 +148,7 @@ impl IdeaResult {
             ours: best(idea.own),
             baseline: best(idea.baseline),
             peer: best(idea.peers),
-            unit: rows.first().map_or("", |row| row.unit),
+            unit: idea.unit,
             better: idea.better,
         }
     }
@@ -160,9 +167,14 @@ impl IdeaResult {
         let Some(ours) = &self.ours else { return self.missing_text() };
         let figure = self.figure_text(ours);
         match (&self.baseline, self.ratio_to(self.baseline.as_ref())) {
-            (Some(baseline), Some(ratio)) => format!("{figure}; {ratio:.2}x of {}", baseline.subject),
+            (Some(baseline), Some(ratio)) => format!("{figure}; {ratio:.2}x as good as {}", baseline.subject),
             _ => figure,
         }
+    }
+
+    /// Describes Pagemill's result.
+    pub fn own_figure_text(&self) -> String {
+        self.ours.as_ref().map_or_else(|| self.missing_text(), |ours| self.figure_text(ours))
     }
 
     /// Describes the best peer, and how many times better Pagemill is.
@@ -179,8 +191,7 @@ impl IdeaResult {
     }
 
     fn figure_text(&self, figure: &Figure) -> String {
-        let unit = if self.unit == "x" { "x" } else { &format!(" {}", self.unit) };
-        format!("{}: {}{unit}", figure.subject, format_number(figure.value))
+        format!("{}: {} {}", figure.subject, format_number(figure.value), self.unit)
     }
 
     /// Returns the result as a JSON row of the kind `idea`.
@@ -247,7 +258,7 @@ mod tests {
 
         let idea = &ideas[0];
         assert!(idea.ours.as_ref().is_some_and(|ours| (ours.value - 20.01).abs() < 0.01), "{idea:?}");
-        assert_eq!(idea.ours_text(), "pagemill: 20.0 MiB/s; 2.50x of tmpfs-never");
+        assert_eq!(idea.ours_text(), "pagemill: 20.0 MiB/s; 2.50x as good as tmpfs-never");
         assert_eq!(idea.peer_text(), "tmpfs-never: 8.01 MiB/s; Pagemill is 2.50x as good");
         assert_eq!(idea.json_row()["times_peer"].as_f64().map(|ratio| (ratio * 10.0).round()), Some(25.0));
         assert!(

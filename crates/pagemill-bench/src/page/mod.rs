@@ -15,6 +15,7 @@ use plot::{Plot, Shape};
 pub use warnings::Warning;
 
 const STYLE: &str = include_str!("style.css");
+
 /// An experiment of the suite that has no results.
 #[derive(Clone, Debug)]
 pub struct LeftOut {
@@ -22,7 +23,9 @@ pub struct LeftOut {
     pub warning: Warning,
 }
 
-/// Number of verdicts from which those that are reached are folded.
+/// Start of the unit of plots that show ratios.
+const RATIO_UNIT: &str = "times ";
+/// Number of verdicts from which those that are reached or were not measured are folded.
 const FOLD_VERDICTS_FROM: usize = 12;
 
 /// The results of an experiment.
@@ -111,7 +114,7 @@ impl Page<'_> {
             }
             html += "<dl>";
             let texts = [
-                ("Pagemill", idea.ours_text()),
+                ("Pagemill", idea.own_figure_text()),
                 ("best peer", idea.peer_text()),
                 ("the original", format!("{} ({})", idea.original, idea.source)),
                 ("measured by", idea.measured.to_owned()),
@@ -223,7 +226,8 @@ fn section_html(Section { report, seconds }: &Section<'_>) -> String {
     html + "</section>\n"
 }
 
-/// Returns the verdicts as a table. The verdicts that matter most come first; many reached ones are folded.
+/// Returns the verdicts as a table. The verdicts that matter most come first; of many, those that are reached or were not
+/// measured are folded.
 fn verdict_table(report: &Report) -> String {
     let states = [
         (VerdictState::FallsShort, "short"),
@@ -234,7 +238,8 @@ fn verdict_table(report: &Report) -> String {
     let (mut open, mut folded) = (String::new(), String::new());
     for (state, class) in states {
         for verdict in report.verdicts().iter().filter(|verdict| verdict.state() == state) {
-            let is_folded = state == VerdictState::Reached && report.verdicts().len() >= FOLD_VERDICTS_FROM;
+            let is_calm = matches!(state, VerdictState::Reached | VerdictState::NotMeasured);
+            let is_folded = is_calm && report.verdicts().len() >= FOLD_VERDICTS_FROM;
             let target = if is_folded { &mut folded } else { &mut open };
             let _ = write!(
                 target,
@@ -253,7 +258,9 @@ fn verdict_table(report: &Report) -> String {
     };
     let mut html = if open.is_empty() { String::new() } else { table(&open) };
     if !folded.is_empty() {
-        let _ = write!(html, "<details><summary>targets that are reached</summary>{}</details>", table(&folded));
+        let [reached, .., not_measured] = report.verdict_counts();
+        let summary = format!("{reached} targets reached, {not_measured} not measured");
+        let _ = write!(html, "<details><summary>{summary}</summary>{}</details>", table(&folded));
     }
     html + "\n"
 }
@@ -278,10 +285,14 @@ fn table_html(experiment: &str, DrawnTable { table, plots, legend }: &DrawnTable
     for plot in plots {
         // Lines of one table often have one plot without a title of its own.
         let title = if plot.title.is_empty() { String::new() } else { format!("<b>{}</b>, ", escape(&plot.title)) };
-        let _ = write!(html, "<figure class=\"card\"><figcaption>{title}{}</figcaption>", unit_text(plot));
+        let has_unit = !plot.title.is_empty() && plot.title.ends_with(&format!(", {}", plot.unit));
+        let unit = if has_unit { "" } else { &plot.unit };
+        let caption = format!("{title}{}", with_direction(unit, plot));
+        let caption = caption.trim_end_matches(", ");
+        let _ = write!(html, "<figure class=\"card\"><figcaption>{caption}</figcaption>");
         html += &(svg::draw(plot) + "</figure>\n");
     }
-    html + "</div>" + &table_details(experiment, table)
+    html + "</div>" + &lost_rounds(table) + &table_details(experiment, table)
 }
 
 /// Returns tables with one plot each as a grid, in which each plot has the title of its table.
@@ -289,20 +300,40 @@ fn group_html(experiment: &str, group: &[DrawnTable<'_>]) -> String {
     let legend = group.first().map_or("", |first| &first.legend);
     let mut html = format!("<div class=\"group\">{legend}</div><div class=\"plots\">");
     for DrawnTable { table, plots, .. } in group {
-        // The rest of the title describes the values of the table.
-        let title = table.title.split(": ").next().unwrap_or(table.title);
+        let (title, values) = table.title.split_once(": ").unwrap_or((table.title, ""));
+        let values = values.split(", half the spread").next().unwrap_or(values);
         for plot in plots {
-            let caption = format!("<b>{}</b><br/>{}", escape(title), unit_text(plot));
+            // The values of the table are no ratios.
+            let is_described = !values.is_empty() && !plot.unit.starts_with(RATIO_UNIT);
+            let unit = if is_described { values } else { &plot.unit };
+            let caption = format!("<b>{}</b><br/>{}", escape(title), with_direction(unit, plot));
             let _ = write!(html, "<figure class=\"card\"><figcaption>{caption}</figcaption>{}", svg::draw(plot));
         }
-        html += &(table_details(experiment, table) + "</figure>\n");
+        html += &(lost_rounds(table) + &table_details(experiment, table) + "</figure>\n");
     }
     html + "</div>\n"
 }
 
+/// Returns a line for each subject of which samples were lost, for example because its process was killed.
+fn lost_rounds(table: &TableView<'_>) -> String {
+    let lost: Vec<_> =
+        table.rows.iter().filter(|placed| placed.row.is_lost_rounds()).map(|placed| placed.row).collect();
+    if lost.is_empty() {
+        return String::new();
+    }
+    let mut html = "<ul class=\"lost\">".to_owned();
+    for row in lost {
+        let [subject, metric, case] = [&row.subject, row.metric, &row.case].map(escape);
+        let (count, samples) = (row.value, row.samples);
+        let _ = write!(html, "<li><b>{subject}</b>: {count} of {samples} samples {metric} ({case})</li>");
+    }
+    html + "</ul>"
+}
+
 fn table_details(experiment: &str, table: &TableView<'_>) -> String {
-    let mut html =
-        format!("<details><summary>table: {}</summary><div class=\"scroll\"><table><tr><th></th>", escape(table.title));
+    let title = escape(table.title);
+    let mut html = format!("<details><summary>table</summary><p class=\"soft\">{title}</p>");
+    html += "<div class=\"scroll\"><table><tr><th></th>";
     table.columns.iter().for_each(|column| html += &format!("<th>{}</th>", escape(column)));
     html += "</tr>";
     for line in &table.lines {
@@ -313,10 +344,11 @@ fn table_details(experiment: &str, table: &TableView<'_>) -> String {
     html + "</table></div></details>\n"
 }
 
-/// Returns the unit of a plot, and whether more or less is better.
-fn unit_text(plot: &Plot) -> String {
-    let hint = direction(&plot.unit).map_or(String::new(), |hint| format!(", {hint} is better"));
-    escape(&plot.unit) + &hint
+/// Returns a text about the values of a plot, and whether more or less is better.
+fn with_direction(text: &str, plot: &Plot) -> String {
+    let hint = direction(&plot.unit).map(|hint| format!("{hint} is better"));
+    let parts: Vec<String> = [Some(escape(text)), hint].into_iter().flatten().filter(|part| !part.is_empty()).collect();
+    parts.join(", ")
 }
 
 /// Returns the names and the colours of all lines. Bars have the names beside them.
@@ -343,7 +375,7 @@ fn direction(unit: &str) -> Option<&'static str> {
     const MORE: &[&str] = &["1/s", "MiB/s", "GiB/s", "MB/s", "GB/s", "%"];
     const LESS: &[&str] = &["ns", "us", "ms", "s", "faults", "calls"];
     match unit {
-        _ if MORE.contains(&unit) || unit.starts_with("times ") => Some("more"),
+        _ if MORE.contains(&unit) || unit.starts_with(RATIO_UNIT) => Some("more"),
         _ if LESS.contains(&unit) => Some("less"),
         _ => None,
     }

@@ -6,6 +6,7 @@
 
 use pagemill_core::units::parse_bytes;
 
+use super::RATIO_UNIT;
 use crate::report::{ORIGINAL_SUBJECTS, OriginalCurve, Row, TableView, unique_names};
 
 /// Number of different x values from which lines are drawn instead of bars.
@@ -134,7 +135,7 @@ fn lines_over_columns<'a>(
     });
     let series = series.filter(|series| !series.points.is_empty()).collect();
     let baseline = numbered.iter().find_map(|row| row.baseline.as_deref()).unwrap_or("the baseline");
-    let unit = if is_ratio { format!("times {baseline}") } else { unit.to_owned() };
+    let unit = if is_ratio { format!("{RATIO_UNIT}{baseline}") } else { unit.to_owned() };
     Some((Plot { title: String::new(), shape: Shape::Lines, x_title: kind.clone(), unit, series }, rest))
 }
 
@@ -143,20 +144,31 @@ fn lines_over_columns<'a>(
 fn lines_over_page_sizes(title: &str, rows: &[&Row], subjects: &Subjects<'_>) -> Option<Plot> {
     let group_of = |row: &Row| page_size(&row.subject).map(|(group, _)| group.to_owned());
     let groups: Vec<String> = rows.iter().filter_map(|row| group_of(row)).collect();
+    // The colours follow the groups of all columns, so that the plots of a table share their legend.
+    let series_name = |subject: &str| match page_size(subject) {
+        Some((group, _)) => format!("{group}-P"),
+        None => subject.to_owned(),
+    };
+    let all_names: Vec<String> = subjects.names.iter().map(|subject| series_name(subject)).collect();
+    let all_names = unique_names(all_names.iter().map(String::as_str));
     let of_group = |group: &String| groups.iter().filter(|other| *other == group).count();
     if !groups.iter().any(|group| of_group(group) >= MIN_X_VALUES) {
         return None;
     }
     let mut series: Vec<PlotSeries> = Vec::new();
     for row in rows {
-        let (name, x, x_text) = match page_size(&row.subject) {
-            Some((group, number)) => (group, number.value, number.text),
-            None => (row.subject.as_str(), 0.0, String::new()),
+        let name = series_name(&row.subject);
+        let (x, x_text) = match page_size(&row.subject) {
+            Some((_, number)) => (number.value, number.text),
+            None => (0.0, String::new()),
         };
         let point = point((x, x_text), row.value, row.spread);
         match series.iter_mut().find(|series| series.name == name) {
             Some(series) => series.points.push(point),
-            None => series.push(PlotSeries { points: vec![point], ..subjects.series(&row.subject, name) }),
+            None => {
+                let color = all_names.iter().position(|known| *known == name).unwrap_or_default();
+                series.push(PlotSeries { color, points: vec![point], ..subjects.series(&row.subject, &name) });
+            }
         }
     }
     series.iter_mut().for_each(|series| series.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
@@ -204,8 +216,9 @@ fn number_in(name: &str) -> Option<Number> {
     let (place, value) = found?;
     let unit = words.get(place + 1).and_then(|unit| BYTES.into_iter().find(|(name, _)| name == unit));
     let skipped = if unit.is_some() { place..place + 2 } else { place..place + 1 };
-    let rest = words.iter().enumerate().filter(|(place, _)| !skipped.contains(place)).map(|(_, word)| *word);
-    let rest = rest.collect::<Vec<_>>().join(" ");
+    // A number between two words leaves a gap.
+    let middle: &[&str] = if skipped.start > 0 && skipped.end < words.len() { &["…"] } else { &[] };
+    let rest = [&words[..skipped.start], middle, &words[skipped.end..]].concat().join(" ");
     // `1 thread` and `2 threads` are of one kind.
     let rest = if rest.ends_with("thread") { format!("{rest}s") } else { rest };
     let rest = if unit.is_some() && rest.is_empty() { "size".to_owned() } else { rest };
@@ -252,7 +265,7 @@ mod tests {
         assert_eq!(found("200 threads"), Some((200.0, "threads".to_owned())));
         assert_eq!(found("depth 8"), Some((8.0, "depth".to_owned())));
         assert_eq!(found("64 KiB"), Some((65536.0, "size".to_owned())));
-        assert_eq!(found("after 2 s"), Some((2.0, "after s".to_owned())));
+        assert_eq!(found("after 2 s"), Some((2.0, "after … s".to_owned())));
         for name in ["256 KiB, 2 threads", "1M read", "left, MiB", "2 MiB: 1 s"] {
             assert_eq!(found(name), None, "{name}");
         }
@@ -288,8 +301,13 @@ mod tests {
 
         assert_eq!((plot.shape, plot.x_title.as_str()), (Shape::Lines, "page size"));
         let of = |index: usize| plot.series[index].points.iter().map(|point| point.x_text.as_str()).collect::<Vec<_>>();
-        assert_eq!((plot.series[0].name.as_str(), of(0)), ("view", vec!["4K", "64K", "2M"]));
+        assert_eq!((plot.series[0].name.as_str(), of(0)), ("view-P", vec!["4K", "64K", "2M"]));
         assert_eq!((plot.series[1].name.as_str(), of(1)), ("mmap", vec![""]));
+
+        // A subject with the name of a group, but without a size, is a level with a colour of its own.
+        let [plot] = &plots_of(&[&rows[..], &[("view", "us", 9.0)]].concat(), &[])[..] else { panic!("one plot") };
+        let names: Vec<_> = plot.series.iter().map(|series| (series.name.as_str(), series.color)).collect();
+        assert_eq!(names, [("view-P", 0), ("mmap", 1), ("view", 2)]);
     }
 
     /// A table with an original must show ratios, and all published points instead of those of the measured cases.

@@ -31,6 +31,9 @@ fn report() -> Report {
     }
     add("bars", "left", HOSTILE, &[1.0, 1.5, 1.25], None);
     add("bars", "left", "kernel", &[1.0], None);
+    let cell = Some(TableCell { table: "bars".to_owned(), column: "left".to_owned() });
+    let labels = RowLabels { case: "c", subject: "fragile", metric: "rate", unit: "1/s", baseline: None, cell };
+    report.add_series(labels, &Series { rounds: vec![None, None], killed: 2, failures: Vec::new() });
     let points = vec![(1.0, 1.5), (40.0, 0.8), (200.0, 0.4)];
     let subject = "original-2013".to_owned();
     report.add_original_curve(OriginalCurve { table: HOSTILE.to_owned(), subject, points });
@@ -93,6 +96,7 @@ fn page_is_well_formed_and_self_contained() {
     assert!(links.iter().all(|link| link.starts_with('#') || *link == "bench.json"), "{links:?}");
     assert!(!html.contains("url(") && !html.contains("@import") && html.len() < 2 << 20);
     assert!(html.contains("left out: fio is not there") && html.contains("Remedy: apt-get install fio"));
+    assert!(html.contains("<b>fragile</b>: 2 of 2 samples killed (c)"));
     let texts: String = document.descendants().filter_map(|node| node.text()).collect();
     assert!(texts.contains("<script>alert('x')</script> & \"quoted\" \u{fffd}"));
 }

@@ -37,13 +37,7 @@ pub const ENTRIES: &[Entry] = &[
     },
     Entry {
         name: "survive",
-        options: &[
-            "--handover",
-            "--quick",
-            "--samples=2",
-            "--sizes=256K",
-            "--only=jemalloc,tcmalloc,glibc-eager,pagemill",
-        ],
+        options: &["--handover", "--quick", "--samples=2", "--only=jemalloc,tcmalloc,glibc-eager,pagemill"],
         shows: "kills when another process needs freed memory",
     },
     Entry {
