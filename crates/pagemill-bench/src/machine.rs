@@ -14,6 +14,9 @@ pub const MACHINE_KIND: &str = "machine";
 /// Text of a fact that could not be read.
 const UNKNOWN: &str = "unknown";
 
+/// Load per CPU at the start of a run above which other programs disturb it.
+pub const BUSY_LOAD_PER_CPU: f64 = 0.25;
+
 /// The machine at the start of a run.
 #[derive(Clone, Debug)]
 pub struct Machine {
@@ -83,14 +86,23 @@ impl Machine {
         Value::Object(row)
     }
 
+    /// Returns the number of CPUs; 1 if it is unknown.
+    pub fn cpus(&self) -> f64 {
+        self.fact("cpus").parse().unwrap_or(1.0)
+    }
+
     /// Returns the facts that have another text in `old`, which [`Machine::json_row`] made. A fact that is missing in
-    /// `old` counts as unknown.
+    /// `old` counts as unknown. A load that differs by more than [`BUSY_LOAD_PER_CPU`] is also a difference.
     pub fn differences(&self, old: &Value) -> Vec<Difference> {
         let of = |(key, new): &(&str, String)| {
             let old = old[*key].as_str().unwrap_or(UNKNOWN).to_owned();
             (old != *new).then(|| Difference { fact: key.replace('_', " "), old, new: new.clone() })
         };
-        self.facts.iter().filter_map(of).collect()
+        let load = self.load.zip(old["load"].as_f64());
+        let load = load.filter(|(new, old)| (new - old).abs() > BUSY_LOAD_PER_CPU * self.cpus()).map(|(new, old)| {
+            Difference { fact: "load at the start".to_owned(), old: old.to_string(), new: new.to_string() }
+        });
+        self.facts.iter().filter_map(of).chain(load).collect()
     }
 
     /// Returns the start of the run as `YYYY-MM-DD HH:MM UTC`.
@@ -176,6 +188,10 @@ mod tests {
             [("kernel", "2.6.39")]
         );
         assert_eq!(machine.differences(&json!({})).len(), machine.titles().count());
+        let loaded = Machine { load: Some(99.0), ..machine.clone() };
+        let idle = Machine { load: Some(0.1), ..machine.clone() };
+        let found = loaded.differences(&idle.json_row());
+        assert_eq!(found.iter().map(|one| one.fact.as_str()).collect::<Vec<_>>(), ["load at the start"]);
         assert!(machine.describe().contains("CPUs"));
     }
 

@@ -259,7 +259,9 @@ fn run_alone(job: Job<'_>) -> Result<bool> {
     let output = Output::prepare(&job.common.output)?;
     experiment::set_progress_title(job.name);
     let mut report = Report::new(job.name, output.is_json());
+    report.set_first_line(output.first_line());
     (job.run)(&mut report)?;
+    output.print_machine();
     report.print();
     if !report.has_results() {
         return Err(Error::CannotRun("nothing was measured".to_owned()));

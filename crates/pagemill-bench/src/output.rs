@@ -34,8 +34,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Reads the earlier run, makes the folder of the page, and describes the machine: in JSON mode by a row on stdout,
-    /// otherwise by a line.
+    /// Reads the earlier run, makes the folder of the page, and reads the facts about the machine. Prints nothing.
     ///
     /// # Errors
     ///
@@ -43,12 +42,20 @@ impl Output {
     pub fn prepare(options: &OutputOptions) -> Result<Self> {
         let old = options.compare.as_deref().map(OldRun::read).transpose()?;
         options.report.as_deref().map(make_writable).transpose()?;
-        let machine = Machine::read();
-        match options.json {
-            true => println!("{}", machine.json_row()),
-            false => println!("{}\n", machine.describe()),
+        Ok(Self { options: options.clone(), old, machine: Machine::read() })
+    }
+
+    /// Returns the line that comes before the first row in JSON mode: the description of the machine.
+    pub fn first_line(&self) -> Option<String> {
+        self.options.json.then(|| self.machine.json_row().to_string())
+    }
+
+    /// Describes the machine in a line before the tables; in JSON mode on stderr.
+    pub fn print_machine(&self) {
+        match self.options.json {
+            true => eprintln!("{}", self.machine.describe()),
+            false => println!("{}\n", self.machine.describe()),
         }
-        Ok(Self { options: options.clone(), old, machine })
     }
 
     pub fn is_json(&self) -> bool {

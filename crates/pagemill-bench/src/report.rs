@@ -241,12 +241,13 @@ pub struct Report {
     /// Titles of the tables that are transposed: one line per column name, one column per subject.
     transposed: Vec<String>,
     curves: Vec<OriginalCurve>,
+    first_line: Option<String>,
 }
 
 impl Report {
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        let (rows, gaps, notes, conclusion, verdicts, transposed, curves) = Default::default();
-        Self { experiment, is_json, rows, gaps, notes, conclusion, verdicts, transposed, curves }
+        let (rows, gaps, notes, conclusion, verdicts, transposed, curves, first_line) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, conclusion, verdicts, transposed, curves, first_line }
     }
 
     /// Adds a row with the median and the spread of a series. Also adds rows that count the killed and the failed
@@ -310,9 +311,20 @@ impl Report {
         }
     }
 
+    /// Sets the line that JSON mode prints before the first row. If nothing is measured, it is not printed.
+    pub fn set_first_line(&mut self, line: Option<String>) {
+        self.first_line = line;
+    }
+
+    /// Returns the line before the first row, if it was not printed yet.
+    pub fn take_first_line(&mut self) -> Option<String> {
+        self.first_line.take()
+    }
+
     /// Adds a complete row; in JSON mode, prints it.
     pub fn add_row(&mut self, row: Row) {
         if self.is_json {
+            self.first_line.take().into_iter().for_each(|line| println!("{line}"));
             println!("{}", row.json());
         }
         self.rows.push(row);

@@ -1,6 +1,6 @@
 //! What weakens the figures of a run, each with its remedy: noise, missing privileges, missing peers.
 
-use crate::machine::Machine;
+use crate::machine::{BUSY_LOAD_PER_CPU, Machine};
 use crate::report::{ORIGINAL_SUBJECTS, Report, Row, TARGET_KEPT, format_number};
 
 /// A warning and the way to remove its cause.
@@ -12,8 +12,6 @@ pub struct Warning {
 
 /// Half of the spread above which a figure counts as noisy.
 const NOISY_HALF_SPREAD: f64 = 0.15;
-/// Load per CPU at the start of a run above which other programs disturb it.
-const BUSY_LOAD_PER_CPU: f64 = 0.25;
 
 /// Remedies of gaps and errors, by a part of their text. The first that matches counts.
 const REMEDIES: &[(&str, &str)] = &[
@@ -67,7 +65,7 @@ pub fn of_machine(machine: &Machine) -> Vec<Warning> {
             "cargo build --release -p pagemill-cli -p pagemill-bench",
         );
     }
-    let cpus = machine.fact("cpus").parse().unwrap_or(1.0);
+    let cpus = machine.cpus();
     if let Some(load) = machine.load.filter(|load| load / cpus > BUSY_LOAD_PER_CPU) {
         add(
             format!("other programs used the machine: load {load} on {cpus} CPUs at the start"),

@@ -46,6 +46,8 @@ struct Finished {
 struct Suite {
     finished: Vec<Finished>,
     left_out: Vec<LeftOut>,
+    /// The line before the first JSON row, until it is printed.
+    first_line: Option<String>,
     /// Why the bench must fail at the end: a wrong answer or an interrupt.
     failure: Option<Error>,
 }
@@ -62,7 +64,7 @@ pub fn run(options: &Options, measure: impl Fn(&Entry, &mut Report) -> Result<()
     check_names("experiment", &options.only, &ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>())?;
     let output = Output::prepare(&options.output)?;
     let is_wanted = |entry: &&Entry| options.only.is_empty() || options.only.iter().any(|name| name == entry.name);
-    let mut suite = Suite::default();
+    let mut suite = Suite { first_line: output.first_line(), ..Suite::default() };
     for entry in ENTRIES.iter().filter(is_wanted) {
         suite.run_entry(entry, output.is_json(), &measure);
         if matches!(suite.failure, Some(Error::Interrupted { .. })) {
@@ -88,7 +90,9 @@ impl Suite {
         experiment::set_progress_title(entry.name);
         let begun = Instant::now();
         let mut report = Report::new(entry.name, is_json);
+        report.set_first_line(self.first_line.take());
         let outcome = child::check_interrupt().and_then(|()| measure(entry, &mut report));
+        self.first_line = report.take_first_line();
         let duration = begun.elapsed();
         let reason = match &outcome {
             Err(error) => Some(error.to_string()),
@@ -117,8 +121,10 @@ impl Suite {
         let reports: Vec<&Report> = self.finished.iter().map(|finished| &finished.report).collect();
         let ideas = IdeaResult::all(&reports);
         let text = self.text(&ideas);
+        output.print_machine();
         match output.is_json() {
             true => {
+                self.first_line.iter().for_each(|line| println!("{line}"));
                 ideas.iter().map(IdeaResult::json_row).chain(self.json_rows()).for_each(|row| println!("{row}"));
                 eprint!("{text}");
             }
