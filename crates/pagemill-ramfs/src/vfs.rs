@@ -50,35 +50,14 @@ pub trait FileSystem: Send + Sync {
     fn read_link(&self, path: &Path) -> io::Result<PathBuf>;
     /// Returns the entries of a directory, in any order. Their cookies are 0 on the real file system.
     fn read_dir(&self, path: &Path) -> io::Result<Vec<OwnedDirEntry>>;
+    /// Returns the contents of a file.
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
+    /// Writes a file: creates it, or replaces its contents.
+    fn write(&self, path: &Path, contents: &[u8]) -> io::Result<()>;
 
     /// Returns whether a path leads to a file. Errors count as no.
     fn exists(&self, path: &Path) -> bool {
         self.metadata(path).is_ok()
-    }
-
-    /// Returns the contents of a file.
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        let file = self.open(path, &OpenOptions::new().read(true))?;
-        let mut contents = vec![0; file.size_bytes()? as usize];
-        let mut len = 0;
-        while len < contents.len() {
-            match file.read_at(&mut contents[len..], len as u64)? {
-                0 => break,
-                more => len += more,
-            }
-        }
-        contents.truncate(len);
-        Ok(contents)
-    }
-
-    /// Writes a file: creates it, or replaces its contents.
-    fn write(&self, path: &Path, contents: &[u8]) -> io::Result<()> {
-        let file = self.open(path, &OpenOptions::new().write(true).create(true).truncate(true))?;
-        let mut at = 0;
-        while at < contents.len() {
-            at += file.write_at(&contents[at..], at as u64)?;
-        }
-        Ok(())
     }
 }
 
@@ -163,6 +142,14 @@ impl FileSystem for RamFs {
 
     fn read_dir(&self, path: &Path) -> io::Result<Vec<OwnedDirEntry>> {
         Ok(self.read_dir(path)?)
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        Ok(self.read(path)?)
+    }
+
+    fn write(&self, path: &Path, contents: &[u8]) -> io::Result<()> {
+        Ok(self.write(path, contents)?)
     }
 }
 
@@ -305,6 +292,14 @@ impl FileSystem for RealFs {
             })
         };
         fs::read_dir(self.at(path))?.map(listed).collect()
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        fs::read(self.at(path))
+    }
+
+    fn write(&self, path: &Path, contents: &[u8]) -> io::Result<()> {
+        fs::write(self.at(path), contents)
     }
 }
 
