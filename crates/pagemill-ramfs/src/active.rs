@@ -94,6 +94,11 @@ impl ActiveInodes {
         })
     }
 
+    /// Begins the first use of a new inode, which has no data.
+    pub fn begin_new(&self, ino: Ino, inode: InodeHandle) -> Arc<Active> {
+        self.begin(ino, inode, || Some(None)).expect("a new inode exists")
+    }
+
     /// Ends `count` uses of an inode. If they were the last ones, calls `unused` before the inode can be used again.
     pub fn end(&self, ino: Ino, count: u64, unused: impl FnOnce(&Active)) -> Left {
         self.shard(ino).with(|shard| {

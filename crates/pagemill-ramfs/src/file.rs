@@ -151,21 +151,11 @@ impl File {
             _ => return Err(Error::Unsupported { what: "opening a device, pipe or socket" }),
         }
         caller.check(&found, options.access())?;
-        let file = Self::open_new(fs, inode, options, caller)?;
+        let file = Self::of(fs, fs.begin_use(inode)?, options, caller);
         if options.truncate && found.data != 0 {
             fs.truncate(&file.active, 0, file.keeps_set_id)?;
         }
         Ok(file)
-    }
-
-    /// Opens an inode that this call has created.
-    pub(crate) fn open_new(
-        fs: &Arc<Inner>,
-        inode: InodeHandle,
-        options: &OpenOptions,
-        caller: &Caller,
-    ) -> Result<Self> {
-        Ok(Self::of(fs, fs.begin_use(inode)?, options, caller))
     }
 
     /// Makes a file of a use that has begun.

@@ -61,8 +61,8 @@ impl RamFs {
             None if walked.has_slash => Err(Error::IsDirectory),
             None => {
                 let mode = options.mode.unwrap_or(0o666);
-                match inner.make(walked.directory, walked.name(), NewInode::Regular, mode, &self.caller) {
-                    Ok(inode) => File::open_new(&self.inner, inode, options, &self.caller),
+                match inner.make_in_use(walked.directory, walked.name(), NewInode::Regular, mode, &self.caller) {
+                    Ok(active) => Ok(File::of(&self.inner, active, options, &self.caller)),
                     // Another thread has created it meanwhile: open that file.
                     Err(Error::Exists) if !options.create_new => Err(crate::fs::STALE),
                     Err(error) => Err(error),
@@ -92,7 +92,7 @@ impl RamFs {
             if walked.has_slash && !matches!(new, NewInode::Directory) {
                 return Err(Error::NotFound);
             }
-            inner.make(walked.directory, walked.name(), new, mode, &self.caller).map(|_| ())
+            inner.make(walked.directory, walked.name(), new, mode, &self.caller)
         })
     }
 

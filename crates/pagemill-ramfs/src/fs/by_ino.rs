@@ -9,6 +9,7 @@ use super::walk::Last;
 use super::xattr::SetXattr;
 use super::{Inner, ROOT_INO, RamFs};
 use crate::access::{Access, Caller};
+use crate::active::Active;
 use crate::error::{Error, Result};
 use crate::file::{File, OpenOptions};
 use crate::inode::{Attr, FileType, Ino, InodeHandle, SetAttr};
@@ -36,14 +37,13 @@ impl Inner {
 
     /// Counts a look-up of an inode, and returns its attributes.
     fn entry(&self, inode: InodeHandle) -> Result<Entry> {
-        let active = self.begin_use(inode)?;
-        match self.attributes(inode) {
-            Ok(attr) => Ok(Entry { attr }),
-            Err(error) => {
-                self.end_use(active.ino, 1);
-                Err(error)
-            }
-        }
+        self.entry_of(&*self.begin_use(inode)?)
+    }
+
+    /// Returns the entry of a use that has begun; ends the use if that fails.
+    fn entry_of(&self, active: &Active) -> Result<Entry> {
+        let attr = self.attributes(active.inode).inspect_err(|_| self.end_use(active.ino, 1))?;
+        Ok(Entry { attr })
     }
 
     /// Repeats an operation whose inode got another handle or was freed between its look-up and its use.
@@ -168,12 +168,7 @@ impl RamFs {
 
     fn make_entry(&self, parent: Ino, name: &[u8], new: NewInode<'_>, mode: u32, caller: &Caller) -> Result<Entry> {
         let inner = &*self.inner;
-        let parent = inner.handle_of(parent)?;
-        // Between creation and look-up the name may be removed by another caller: as if it had been removed later.
-        inner.entry(inner.make(parent, name, new, mode, caller)?).map_err(|error| match error {
-            Error::Stale { .. } => Error::NotFound,
-            error => error,
-        })
+        inner.entry_of(&*inner.make_in_use(inner.handle_of(parent)?, name, new, mode, caller)?)
     }
 
     /// Creates a directory.
@@ -269,13 +264,9 @@ impl RamFs {
         caller: &Caller,
     ) -> Result<(Entry, File)> {
         let entry = self.make_entry(parent, name, NewInode::Regular, mode, caller)?;
-        match File::open_new(&self.inner, self.inner.handle_of(entry.attr.ino)?, options, caller) {
-            Ok(file) => Ok((entry, file)),
-            Err(error) => {
-                self.forget(entry.attr.ino, 1);
-                Err(error)
-            }
-        }
+        let active = self.inner.begin_use(self.inner.handle_of(entry.attr.ino)?);
+        let active = active.inspect_err(|_| self.forget(entry.attr.ino, 1))?;
+        Ok((entry, File::of(&self.inner, active, options, caller)))
     }
 
     /// Creates an open regular file without a name (`O_TMPFILE`). [`RamFs::link`] may give it one.

@@ -1,11 +1,12 @@
 //! New inodes and new names: files, directories, links.
 
+use super::Inner;
+use super::names::Located;
 use super::volatile::LINKABLE;
-use super::{Inner, STALE};
 use crate::access::{Access, Caller};
 use crate::active::Active;
 use crate::error::{Error, Result};
-use crate::inode::{FileType, Inode, InodeHandle, MAX_LINKS};
+use crate::inode::{FileType, Ino, Inode, InodeHandle, MAX_LINKS};
 use crate::name;
 use crate::watch::EventKind;
 use pagemill_slab::Handle;
@@ -42,6 +43,23 @@ impl NewInode<'_> {
 }
 
 impl Inner {
+    /// Checks whether a caller may add a name to a directory. Returns the negative dentry of the name, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Exists`], and those of names and permissions.
+    fn check_new_name(&self, directory: &Inode, name: &[u8], caller: &Caller) -> Result<Option<Located>> {
+        name::check_length(name)?;
+        caller.check(directory, Access::EXECUTE)?;
+        let located = self.locate(directory, name);
+        if located.is_some_and(|located| located.inode.is_some()) {
+            return Err(Error::Exists);
+        }
+        name::check(name)?;
+        caller.check(directory, Access::WRITE)?;
+        Ok(located)
+    }
+
     /// Creates an inode with a name. The umask of the caller applies.
     ///
     /// # Errors
@@ -54,48 +72,60 @@ impl Inner {
         new: NewInode<'_>,
         mode: u32,
         caller: &Caller,
-    ) -> Result<InodeHandle> {
+    ) -> Result<()> {
+        self.make_and(directory, name, new, mode, caller, |_, _| ())
+    }
+
+    /// As [`Inner::make`]; the new inode is in use, so it exists even if its name is removed at once.
+    pub fn make_in_use(
+        &self,
+        directory: InodeHandle,
+        name: &[u8],
+        new: NewInode<'_>,
+        mode: u32,
+        caller: &Caller,
+    ) -> Result<Arc<Active>> {
+        self.make_and(directory, name, new, mode, caller, |ino, inode| self.active.begin_new(ino, inode))
+    }
+
+    /// Creates an inode and calls `then` before other threads can find its name.
+    fn make_and<T>(
+        &self,
+        directory: InodeHandle,
+        name: &[u8],
+        new: NewInode<'_>,
+        mode: u32,
+        caller: &Caller,
+        then: impl FnOnce(Ino, InodeHandle) -> T,
+    ) -> Result<T> {
         let ino = self.inode(directory)?.ino;
         let _locked = self.locks.lock([ino]);
         let parent = self.directory(directory)?;
-        name::check_length(name)?;
-        caller.check(&parent, Access::EXECUTE)?;
-        let located = self.locate(&parent, name);
-        if located.is_some_and(|located| located.inode.is_some()) {
-            return Err(Error::Exists);
-        }
-        name::check(name)?;
-        caller.check(&parent, Access::WRITE)?;
+        let located = self.check_new_name(&parent, name, caller)?;
         let is_directory = matches!(new, NewInode::Directory);
         if is_directory && parent.links >= MAX_LINKS {
             return Err(Error::TooManyLinks { links: parent.links });
         }
-        let inode = self.new_inode((directory, &parent), new, mode, caller)?;
-        let named = self.prepare_name((directory, &parent), name, located, inode);
-        let named = named.and_then(|prepared| {
+        let (ino, inode) = self.new_inode((directory, &parent), new, mode, caller)?;
+        let prepared = self.prepare_name((directory, &parent), name, located, inode).and_then(|prepared| {
             self.touch_directory(directory, &parent, i32::from(is_directory))?;
-            self.publish_name(prepared);
-            Ok(())
+            Ok(prepared)
         });
-        if let Err(error) = named {
-            self.drop_new_inode(inode);
-            return Err(error);
-        }
+        let prepared = prepared.inspect_err(|_| self.free_if_unused(ino, inode))?;
+        let result = then(ino, inode);
+        self.publish_name(prepared);
         self.watches.notify(EventKind::Created, parent.ino, name);
-        Ok(inode)
+        Ok(result)
     }
 
     /// Creates a regular file without a name, which is in use.
     pub fn make_nameless(&self, directory: InodeHandle, mode: u32, caller: &Caller) -> Result<Arc<Active>> {
         let parent = self.directory(directory)?;
         caller.check(&parent, Access::CHANGE)?;
-        let handle = self.new_inode((directory, &parent), NewInode::Regular, mode, caller)?;
-        let nameless = self.update_inode(handle, |old| Inode { links: 0, parent: LINKABLE, ..*old });
-        let used = nameless.and_then(|()| {
-            let inode = self.inode(handle)?;
-            self.active.begin(inode.ino, handle, || Some(None)).ok_or(STALE)
-        });
-        used.inspect_err(|_| self.drop_new_inode(handle))
+        let (ino, inode) = self.new_inode((directory, &parent), NewInode::Regular, mode, caller)?;
+        let nameless = self.update_inode(inode, |old| Inode { links: 0, parent: LINKABLE, ..*old });
+        nameless.inspect_err(|_| self.free_if_unused(ino, inode))?;
+        Ok(self.active.begin_new(ino, inode))
     }
 
     /// Creates an inode without a name, and charges it.
@@ -105,7 +135,7 @@ impl Inner {
         new: NewInode<'_>,
         mode: u32,
         caller: &Caller,
-    ) -> Result<InodeHandle> {
+    ) -> Result<(Ino, InodeHandle)> {
         let (kind, now_ns) = (new.kind(), self.clock.now_ns());
         let (parent_handle, parent) = parent;
         let mut mode = mode & 0o7777 & !caller.umask;
@@ -145,18 +175,12 @@ impl Inner {
         let made = self.charge_inode(parent.quota).and_then(|()| {
             self.inodes.insert(inode).map_err(Error::from).inspect_err(|_| self.discharge_inode(&inode))
         });
-        made.inspect_err(|_| {
+        let made = made.inspect_err(|_| {
             if kind == FileType::Symlink {
                 let _ = self.texts.remove(Handle::from_bits(data));
             }
-        })
-    }
-
-    /// Frees an inode whose creation failed.
-    fn drop_new_inode(&self, handle: InodeHandle) {
-        if let Ok(inode) = self.inode(handle) {
-            self.free_if_unused(inode.ino, handle);
-        }
+        })?;
+        Ok((inode.ino, made))
     }
 
     fn charge_inode(&self, quota: u32) -> Result<()> {
@@ -191,14 +215,7 @@ impl Inner {
         let [ino, parent_ino] = [self.inode(handle)?.ino, self.inode(directory)?.ino];
         let _locked = self.locks.lock([ino, parent_ino]);
         let (inode, parent) = (self.inode(handle)?, self.directory(directory)?);
-        name::check_length(name)?;
-        caller.check(&parent, Access::EXECUTE)?;
-        let located = self.locate(&parent, name);
-        if located.is_some_and(|located| located.inode.is_some()) {
-            return Err(Error::Exists);
-        }
-        name::check(name)?;
-        caller.check(&parent, Access::WRITE)?;
+        let located = self.check_new_name(&parent, name, caller)?;
         if inode.is_directory() {
             return Err(Error::NotPermitted { what: "directories have one name" });
         }

@@ -46,7 +46,7 @@ impl Inner {
         mut visit: impl FnMut(&DirEntry<'_>) -> bool,
     ) -> Result<()> {
         let mut after = after;
-        'batches: loop {
+        loop {
             let guard = enter();
             let inode = self.inodes.get(handle, &guard).ok_or(super::STALE)?;
             if !inode.is_directory() {
@@ -55,53 +55,49 @@ impl Inner {
             if inode.data == 0 {
                 break;
             }
-            let mut batch = [Child { hash: 0, dentry: Handle::from_bits(0) }; BATCH];
-            let count = self.read_batch(Handle::from_bits(inode.data), after, &mut batch, &guard);
-            for child in &batch[..count] {
-                match self.visit_child(child, &mut visit, &guard) {
-                    Some(true) => {}
-                    Some(false) => return Ok(()),
-                    None => {
-                        after = child.hash - 1;
-                        continue 'batches;
-                    }
+            let mut batch = [None; BATCH];
+            self.read_batch(Handle::from_bits(inode.data), after, &mut batch, &guard);
+            for entry in batch.iter().flatten() {
+                if !visit(entry) {
+                    return Ok(());
                 }
             }
-            if count < BATCH {
-                break;
+            match &batch[BATCH - 1] {
+                Some(last) => after = last.cookie,
+                None => break,
             }
-            after = batch[count - 1].hash;
         }
         self.note_accessed(handle);
         Ok(())
     }
 
-    /// Calls `visit` for a name, unless it has a negative dentry. Returns `None` if the dentry or the inode has another
-    /// handle by now or was freed, so that the index must be read again.
-    fn visit_child(&self, child: &Child, visit: &mut impl FnMut(&DirEntry<'_>) -> bool, guard: &Guard) -> Option<bool> {
-        let dentry = self.dentries.get(child.dentry, guard)?;
-        let Some(inode) = dentry.inode() else { return Some(true) };
-        let name = dentry.name(&self.texts, guard)?;
-        let inode = self.inodes.get(inode, guard)?;
-        Some(visit(&DirEntry { name, ino: inode.ino, kind: inode.kind(), cookie: child.hash }))
-    }
-
-    /// Reads the next names of a directory, all of the same moment. Returns their number.
-    fn read_batch(&self, index: IndexHandle, after: u64, batch: &mut [Child], guard: &Guard) -> usize {
+    /// Reads the next entries of a directory into the first places of `batch`, all of the same moment. Negative dentries
+    /// are left out.
+    fn read_batch<'a>(&'a self, index: IndexHandle, after: u64, batch: &mut [Option<DirEntry<'a>>], guard: &'a Guard) {
         loop {
-            let Some(index) = self.indices.get(index, guard) else { return 0 };
+            batch.fill(None);
+            let Some(index) = self.indices.get(index, guard) else { return };
             let Some(sequence) = index.begin_read() else {
                 spin_loop();
                 continue;
             };
-            let mut count = 0;
-            for (place, child) in batch.iter_mut().zip(index.iter_after(after)) {
-                *place = child;
-                count += 1;
+            // A dentry or an inode that is not found has changed in the index meanwhile.
+            let entries = index.iter_after(after).filter_map(|child| self.entry_of_child(&child, guard));
+            for (place, entry) in batch.iter_mut().zip(entries) {
+                *place = Some(entry);
             }
             if index.is_unchanged(sequence) {
-                return count;
+                return;
             }
         }
+    }
+
+    /// Returns the entry of a name; `None` for a negative dentry, and if the dentry or its inode was freed or has
+    /// another handle by now.
+    fn entry_of_child<'a>(&'a self, child: &Child, guard: &'a Guard) -> Option<DirEntry<'a>> {
+        let dentry = self.dentries.get(child.dentry, guard)?;
+        let inode = self.inodes.get(dentry.inode()?, guard)?;
+        let name = dentry.name(&self.texts, guard)?;
+        Some(DirEntry { name, ino: inode.ino, kind: inode.kind(), cookie: child.hash })
     }
 }
