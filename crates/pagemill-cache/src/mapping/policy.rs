@@ -9,7 +9,7 @@ pub enum Cause {
     Write,
     /// A read of a page without a folio. In a file without a store the page is a hole.
     Read,
-    /// An access through a view to a page that neither memory nor the store has.
+    /// An access through a view to a page without a folio.
     Fault,
     /// The background thread considers collapsing the small folios of a range into a huge one.
     Collapse,
@@ -26,7 +26,7 @@ pub struct Ask {
     /// Length of the range: the bytes of a huge folio.
     pub span_bytes: u64,
     /// Number of bytes that the current call reads or writes in the range, from the first byte of the range on. For
-    /// [`Cause::Fault`]: bytes of the range that the view can write, or one page if it cannot write.
+    /// [`Cause::Fault`]: one page.
     pub wanted_bytes: u64,
     /// Bytes of the range that are in memory. Set for [`Cause::Collapse`] only.
     pub present_bytes: u64,
@@ -97,8 +97,8 @@ const DENSE_FRACTION: (u64, u64) = (7, 8);
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
 /// half of the range that the folio covers, or if a large file is written sequentially. A small file, or one with
 /// scattered writes, gets small folios until its ranges are dense. So does a write to a range of which the store has
-/// other bytes, because a huge folio would first have to read them. Accesses through a writable view get huge folios like
-/// sequential writes, never for their extent: a view covers more than its program may use.
+/// other bytes, because a huge folio would first have to read them. Accesses through a writable view that bring
+/// pages into memory in order count as sequential writes.
 ///
 /// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
@@ -115,8 +115,7 @@ impl Policy for Auto {
             Cause::Write | Cause::Fault => {
                 let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_FILE_SPANS * ask.span_bytes;
-                let is_wide = ask.cause == Cause::Write && ask.wanted_bytes * 2 > ask.span_bytes;
-                let is_wanted = is_wide || (is_sequential && is_large);
+                let is_wanted = ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large);
                 if is_wanted && ask.read_bytes == 0 { Choice::Huge } else { Choice::Small }
             }
         }
@@ -178,7 +177,7 @@ mod tests {
         assert_eq!(Auto.choose(&collapse), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);
         assert_eq!(Auto.choose(&Ask { cause: Cause::Read, ..ask }), Choice::Nothing);
-        let fault = Ask { cause: Cause::Fault, wanted_bytes: SPAN, size_bytes: 100 * SPAN, ..ask };
+        let fault = Ask { cause: Cause::Fault, size_bytes: 100 * SPAN, ..ask };
         assert_eq!(Auto.choose(&fault), Choice::Small, "a scattered access");
         assert_eq!(Auto.choose(&Ask { sequential_bytes: SPAN, ..fault }), Choice::Huge, "accesses in order");
         assert_eq!(Auto.choose(&Ask { sequential_bytes: SPAN, read_bytes: 1, ..fault }), Choice::Small);

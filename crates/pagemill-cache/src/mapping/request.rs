@@ -232,24 +232,24 @@ impl<F: Deref<Target = File>> Unpublished<F> {
         Ok(Reserved::New(folio))
     }
 
-    /// Allocates a huge folio over page `index`, or up to `pages` pages from there on, for a write, or for an access
-    /// through a view. The caller fills them before it calls [`Unpublished::register`].
+    /// Allocates a huge folio over page `index`, or up to `pages` pages from there on, for a write. The caller fills
+    /// them before it calls [`Unpublished::register`].
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoMemory`]. [`pagemill_core::Error::Store`] if dirty folios cannot be written back.
-    pub fn reserve_for_write(file: F, index: u64, is_huge: bool, pages: usize, purpose: Purpose) -> Result<Self> {
+    pub fn reserve_for_write(file: F, index: u64, is_huge: bool, pages: usize) -> Result<Self> {
         let revoked = file.revoked.load(Acquire);
         if pages > 1 && file.store.is_some() {
             let wanted_bytes = (file.page_bytes() * pages) as u64;
             // Contiguous pages are written back without a copy.
             let has_room = file.cache.fits_limit(wanted_bytes) || file.cache.evict_in_background(wanted_bytes);
             if let Some(memory) = has_room.then(|| file.allocate_contiguous_pages(pages)).flatten() {
-                return Ok(Self::new(file, (memory, 0, index), revoked, purpose));
+                return Ok(Self::new(file, (memory, 0, index), revoked, Purpose::Write));
             }
         }
-        let allocated = file.allocate_folio(index, is_huge, purpose)?;
-        let mut new = Self::new(file, allocated, revoked, purpose);
+        let allocated = file.allocate_folio(index, is_huge, Purpose::Write)?;
+        let mut new = Self::new(file, allocated, revoked, Purpose::Write);
         if pages > 1 {
             let mut numbers = Vec::with_capacity(pages);
             numbers.push(new.number());

@@ -5,14 +5,13 @@ use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
 use crate::mapping::file::hint::FolioHint;
 use crate::mapping::index::Place;
-use crate::mapping::policy::Cause;
-use crate::mapping::request::{Purpose, Unpublished};
+use crate::mapping::request::Purpose;
 use crate::mapping::writeback::dirty::DIRTY;
 use crate::mapping::{File, Mapping, TimedWait};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use std::fmt;
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::{Deref, DerefMut};
 
 /// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. A pin suits I/O and
 /// repeated reads of one folio. A pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the
@@ -215,38 +214,26 @@ impl File {
         }
     }
 
-    /// Pins the folio at `offset` for a view, and brings it into memory first if needed. `writable` is the part of the
-    /// file that the view can write.
-    pub(crate) fn pin_for_view(&self, offset: u64, writable: Range<u64>) -> Result<Pin<'_>> {
+    /// Pins the folio at `offset` for a view, and brings it into memory first if needed. Through a writable view, pages
+    /// that come into memory in order count as written in order.
+    pub(crate) fn pin_for_view(&self, offset: u64, is_writable: bool) -> Result<Pin<'_>> {
+        let index = self.index_of(offset);
         let mut is_new = false;
         loop {
             if let Some(place) = self.pin_in_memory(offset)? {
-                if is_new && !writable.is_empty() {
+                if is_new && is_writable {
                     let begin = self.offset_of(place.first);
                     self.note_sequential(begin, begin + self.cache.folio_bytes(place.order));
                     self.propose_collapse(place.first + (1 << place.order) - 1);
                 }
                 return Ok(self.guard_of(place, offset));
             }
-            let index = self.index_of(offset);
             if self.store.is_some() {
                 self.note_access(self.offset_of(index), 1);
-                self.bring_in(index..index + 1, Purpose::Fault)?;
-            } else {
-                self.create_for_view(index, &writable)?;
             }
+            self.bring_in(index..index + 1, Purpose::Fault)?;
             is_new = true;
         }
-    }
-
-    /// Creates a folio for the access of a view to a hole of a file without a store.
-    fn create_for_view(&self, index: u64, writable: &Range<u64>) -> Result<()> {
-        let (page, span) = (self.offset_of(index)..self.offset_of(index + 1), self.span_of(index));
-        let end = writable.end.min(self.offset_of(span.end)).min(self.size_bytes());
-        let wanted = writable.start.max(self.offset_of(span.start))..end;
-        let wanted = if wanted.contains(&page.start) { wanted } else { page };
-        let is_huge = self.wants_huge(index, Cause::Fault, wanted);
-        Unpublished::reserve_for_write(self, index, is_huge, 1, Purpose::Fault)?.publish().map(drop)
     }
 
     /// Pins all folios of a range. Returns the place of the first one, and guards of the others.

@@ -164,7 +164,7 @@ impl File {
             self.bring_in(index..index + 1, Purpose::Write)?;
             return Ok(None);
         }
-        let mut folio = Unpublished::reserve_for_write(self, index, is_huge, pages, Purpose::Write)?;
+        let mut folio = Unpublished::reserve_for_write(self, index, is_huge, pages)?;
         // Copied before the request is registered: a page fault on the caller's bytes may need the same page.
         folio.fill_from_bytes(offset, from);
         if self.store.is_some() {

@@ -7,8 +7,7 @@ use std::ops::Range;
 
 impl File {
     /// Returns whether a page gets a huge folio: the policy chooses one, and no folio is in its range. If there is a
-    /// folio already, the background thread may collapse the range later. `wanted` are the bytes to be read or written;
-    /// for [`Cause::Fault`] those that the view can write.
+    /// folio already, the background thread may collapse the range later. `wanted` are the bytes to be read or written.
     pub(crate) fn wants_huge(&self, index: u64, cause: Cause, wanted: Range<u64>) -> bool {
         if self.pool.chunk_order == 0 || !self.cache.is_huge_allowed() {
             return false;
@@ -16,18 +15,15 @@ impl File {
         let span = self.span_of(index);
         let (begin, end) = (self.offset_of(span.start), self.offset_of(span.end));
         let (from, to) = (wanted.start, wanted.end);
-        // An access through a view writes at most the page, not all that the view can write.
-        let (first, written) = match cause {
-            Cause::Fault => (self.offset_of(index), begin..begin),
-            Cause::Write | Cause::Read | Cause::Collapse => (from, wanted),
-        };
-        let is_sequential = first == self.sequential_end.load(Relaxed);
+        let is_sequential = from == self.sequential_end.load(Relaxed);
         let ask = Ask {
             wanted_bytes: to.min(end) - from.max(begin),
             size_bytes: self.size_bytes().max(to),
-            sequential_bytes: if is_sequential { first.saturating_sub(self.sequential_begin.load(Relaxed)) } else { 0 },
+            sequential_bytes: if is_sequential { from.saturating_sub(self.sequential_begin.load(Relaxed)) } else { 0 },
             read_bytes: match cause {
-                Cause::Write | Cause::Fault => self.unwritten_bytes(begin..end, written),
+                Cause::Write => self.unwritten_bytes(begin..end, wanted),
+                // The access writes a few bytes, or none.
+                Cause::Fault => self.unwritten_bytes(begin..end, begin..begin),
                 Cause::Read | Cause::Collapse => 0,
             },
             ..self.ask(cause, index)

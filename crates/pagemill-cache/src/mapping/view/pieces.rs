@@ -286,7 +286,7 @@ impl Window {
                 return Err(Error::PastEnd { offset, size_bytes });
             }
             // The pin keeps the page in memory until it is mapped, and counts as its use.
-            let pin = file.pin_for_view(offset, self.writable_bytes())?;
+            let pin = file.pin_for_view(offset, self.writes == Writes::Shared)?;
             if access == Access::Write && self.writes == Writes::Shared && file.dirty.is_some() && !pin.is_dirty() {
                 let must_wait = !is_throttled && file.must_wait(pin.folio_bytes());
                 if must_wait || !pin.try_set_dirty() {

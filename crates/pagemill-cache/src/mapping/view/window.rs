@@ -120,12 +120,6 @@ impl Window {
         self.file.offset_of(pages.start).max(self.offset)..end
     }
 
-    /// Returns the bytes of the file that writes through the window can change.
-    pub fn writable_bytes(&self) -> Range<u64> {
-        let len_bytes = if self.writes == Writes::Shared { self.len_bytes as u64 } else { 0 };
-        self.offset..self.offset + len_bytes
-    }
-
     /// Returns the address of a byte of the file that lies in the window.
     pub fn addr_of(&self, offset: u64) -> usize {
         debug_assert!(offset >= self.offset && offset - self.offset <= self.len_bytes as u64);
