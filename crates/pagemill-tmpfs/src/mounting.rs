@@ -85,25 +85,6 @@ pub fn mount_at(point: &Path) -> io::Result<Option<MountLine>> {
     Ok(mounts()?.into_iter().rfind(|line| line.point == point))
 }
 
-/// Returns the mount points of all file systems of Pagemill that this process can see, each with its device. A file
-/// system that is mounted several times is returned once.
-///
-/// # Errors
-///
-/// Errors of reading `/proc`.
-pub fn visible_mounts() -> io::Result<Vec<(PathBuf, u64)>> {
-    let mut found: Vec<(PathBuf, u64)> = Vec::new();
-    for line in mounts()?.into_iter().filter(MountLine::is_ours) {
-        let Ok(device) = fs::metadata(&line.point).map(|metadata| metadata.dev()) else { continue };
-        // Another mount may cover this one.
-        let is_top = device_numbers(device) == line.device;
-        if is_top && found.iter().all(|(_, other)| *other != device) {
-            found.push((line.point, device));
-        }
-    }
-    Ok(found)
-}
-
 fn device_numbers(device: u64) -> (u32, u32) {
     (rustix::fs::major(device), rustix::fs::minor(device))
 }
@@ -516,7 +497,7 @@ pub fn mount_points(device: u64) -> Vec<PathBuf> {
 pub fn all_devices() -> Vec<(u64, Option<PathBuf>)> {
     let mut found: Vec<(u64, Option<PathBuf>)> = Vec::new();
     for line in mounts().unwrap_or_default().into_iter().filter(MountLine::is_ours) {
-        let device = rustix::fs::makedev(line.device.0, line.device.1);
+        let device = line.device();
         if found.iter().all(|(known, _)| *known != device) {
             found.push((device, Some(line.point)));
         }

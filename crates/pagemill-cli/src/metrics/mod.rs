@@ -173,7 +173,8 @@ impl Source {
                 let running = self.reader.figures(published::read_all());
                 processes::write_processes(&mut text, &mut self.selection, running);
                 processes::write_trees(&mut text, published::read_trees());
-                mounts::write_mounts(&mut text, &mounts::request_all(mounting::visible_mounts().unwrap_or_default()));
+                let visible = mounting::all_devices().into_iter().filter_map(|(device, point)| Some((point?, device)));
+                mounts::write_mounts(&mut text, &mounts::request_all(visible.collect()));
             }
             Scope::OwnTree => {
                 let running = self.reader.figures(published::read_tree(std::process::id()).unwrap_or_default());

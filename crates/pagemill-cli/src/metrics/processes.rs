@@ -1,8 +1,9 @@
 //! Metrics of processes and of process trees, with a bounded number of samples.
 
-use pagemill_core::listing;
+use crate::requests::Interrupt;
+use crate::statistics::{self, Process};
 use pagemill_core::metrics::{self, Exposition, FamilyKind, Labels, Value};
-use pagemill_core::published::{self, Process};
+use pagemill_core::published;
 use pagemill_core::reclaim::tree::{TreeAmounts, UNLIMITED};
 use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_sys::process::Identity;
@@ -88,52 +89,38 @@ fn labels(pid: &str, name: &str) -> Labels {
 #[derive(Default)]
 pub struct FiguresReader {
     measured: Option<Instant>,
-    /// The processes that did not answer, and when they were asked.
+    /// The processes that did not measure, and when they were asked.
     silent: BTreeMap<Key, Instant>,
 }
 
 impl FiguresReader {
     /// Returns the figures of each process: the sum over its Pagemill instances.
-    pub fn figures(&mut self, mut processes: Vec<Process>) -> Vec<(Key, Snapshot)> {
-        if self.measured.is_none_or(|measured| measured.elapsed() >= MEASURE_INTERVAL) {
+    pub fn figures(&mut self, processes: Vec<published::Process>) -> Vec<(Key, Snapshot)> {
+        let read: Vec<Process> = if self.measured.is_none_or(|measured| measured.elapsed() >= MEASURE_INTERVAL) {
             self.measured = Some(Instant::now());
             // Files of killed processes would make each reading of the folders slower.
             published::sweep();
-            self.measure(&mut processes);
-        }
-        processes.into_iter().filter_map(sum_of_instances).collect()
-    }
-
-    /// Requests measurements from the processes of this user that have a helper thread.
-    fn measure(&mut self, processes: &mut [Process]) {
-        self.silent.retain(|_, asked| asked.elapsed() < RETRY_DELAY);
-        let is_asked = |process: &&mut Process| {
-            let can_measure = process.found.iter().all(|(_, snapshot)| snapshot.get(Counter::Helpers) > 0);
-            process.is_own() && can_measure && !self.silent.contains_key(&key_of(process.identity))
+            self.measure(processes)
+        } else {
+            processes.into_iter().map(Process::published_only).collect()
         };
-        let mut asked: Vec<&mut Process> = processes.iter_mut().filter(is_asked).collect();
-        let targets: Vec<_> =
-            asked.iter().flat_map(|process| process.found.iter().map(|(path, snapshot)| (path, snapshot))).collect();
-        let answers = listing::ask_for_figures(&targets, || false);
-        let places = asked.iter_mut().flat_map(|process| {
-            let key = key_of(process.identity);
-            process.found.iter_mut().map(move |(_, snapshot)| (key, snapshot))
-        });
-        for ((key, snapshot), answer) in places.zip(answers) {
-            match answer {
-                Ok(measured) => *snapshot = measured,
-                Err(_) => drop(self.silent.insert(key, Instant::now())),
-            }
-        }
+        read.into_iter().map(|process| (key_of(process.published.identity), process.sum)).collect()
     }
-}
 
-fn sum_of_instances(process: Process) -> Option<(Key, Snapshot)> {
-    let key = key_of(process.identity);
-    let mut instances = process.found.into_iter().map(|(_, snapshot)| snapshot);
-    let mut sum = instances.next()?;
-    instances.for_each(|instance| sum.add(&instance));
-    Some((key, sum))
+    /// Requests measurements, except from processes that did not measure at a request a short time ago.
+    fn measure(&mut self, processes: Vec<published::Process>) -> Vec<Process> {
+        self.silent.retain(|_, asked| asked.elapsed() < RETRY_DELAY);
+        let is_silent = |process: &published::Process| self.silent.contains_key(&key_of(process.identity));
+        let (silent, asked): (Vec<_>, Vec<_>) = processes.into_iter().partition(is_silent);
+        let Ok(mut read) = statistics::request_statistics(asked, &Interrupt::by_hand()) else {
+            unreachable!("nothing interrupts these requests")
+        };
+        for process in read.iter().filter(|process| process.stale.is_some()) {
+            self.silent.insert(key_of(process.published.identity), Instant::now());
+        }
+        read.extend(silent.into_iter().map(Process::published_only));
+        read
+    }
 }
 
 /// Writes the families of processes.
