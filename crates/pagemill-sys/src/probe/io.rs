@@ -60,8 +60,8 @@ pub(super) const FEATURES: &[Feature] = &[
         group: Group::Files,
         name: "FUSE",
         since: "2.6.14",
-        needed_for: "a mount served by Pagemill itself",
-        lost: "mount manages a tmpfs instead",
+        needed_for: "mount --fuse, for root and for other users",
+        lost: "mount --fuse is refused; mount needs root or run --ram",
         fix: "sudo modprobe fuse",
         check: |system| Ok(probe_fuse(system)),
     },
@@ -182,7 +182,9 @@ fn probe_fuse(system: &SystemFiles) -> Finding {
         Ok(_) if MOUNT_HELPERS.iter().any(|path| system.has_file(path)) => {
             Finding::available("/dev/fuse opens, fusermount3 is there")
         }
-        Ok(_) => Finding::available("/dev/fuse opens; no fusermount3: mounting needs root or a user namespace"),
+        Ok(_) => {
+            Finding::limited("/dev/fuse opens; no fusermount3: only root can mount").with_fix("sudo apt install fuse3")
+        }
         Err(error) => {
             let finding = Finding::missing(format!("/dev/fuse: {}", describe_error(&error)));
             let is_forbidden = error.kind() == std::io::ErrorKind::PermissionDenied;
@@ -328,6 +330,25 @@ mod tests {
         assert_eq!(cache_folder_finding(&folder.path().join("a/b")).state, Availability::Available);
         assert_eq!(cache_folder_finding(Path::new("/proc/none")).state, Availability::Missing);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    /// Without the device, FUSE must be missing. With the device but without `fusermount3`, the finding must have the
+    /// package to install.
+    #[test]
+    fn fuse_needs_a_device_and_a_helper() {
+        let root = tempfile::tempdir().unwrap();
+        let system = SystemFiles { root: root.path().to_path_buf() };
+        let write = |path: &str| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, b"").unwrap();
+        };
+        assert_eq!(probe_fuse(&system).state, Availability::Missing);
+        write("dev/fuse");
+        let finding = probe_fuse(&system);
+        assert_eq!((finding.state, finding.fix.as_deref()), (Availability::Limited, Some("sudo apt install fuse3")));
+        write("usr/bin/fusermount3");
+        assert_eq!(probe_fuse(&system).state, Availability::Available);
     }
 
     /// The finding must list the [`CAPABILITIES`] that the process has, and those that it lacks.
