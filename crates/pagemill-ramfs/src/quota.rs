@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::inode::Ino;
 use pagemill_core::sync::{Guarded, Relaxed};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// Limits of everything below a directory.
 ///
@@ -23,7 +23,8 @@ use std::sync::atomic::AtomicU64;
 pub struct Quota {
     /// Bytes of memory of file data, in whole pages.
     pub bytes: u64,
-    /// Files, directories and other inodes below the directory.
+    /// Files, directories and other inodes below the directory. Each further name of a file, and each KiB of a file's
+    /// extended attributes or of a symbolic link's target, counts as one more.
     pub inodes: u64,
 }
 
@@ -37,7 +38,8 @@ pub struct QuotaUsage {
     pub inodes: u64,
 }
 
-/// Use and limit of bytes and inodes. The file system itself has one for its inodes.
+/// A quota domain: use and limit of all that lies below a directory. One more domain, without a directory, limits the
+/// inodes of the whole file system.
 pub(crate) struct Domain {
     /// The domain of the directory above, which is charged, too.
     parent: Option<Arc<Domain>>,
@@ -46,11 +48,14 @@ pub(crate) struct Domain {
     limit: Quota,
     bytes: AtomicU64,
     inodes: AtomicU64,
+    /// The directory was freed. Set under the lock of [`Domains`].
+    has_ended: AtomicBool,
 }
 
 impl Domain {
     pub fn new(limit: Quota, root: Ino, parent: Option<Arc<Self>>) -> Self {
-        Self { parent, root, limit, bytes: AtomicU64::new(0), inodes: AtomicU64::new(0) }
+        let (bytes, inodes, has_ended) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        Self { parent, root, limit, bytes, inodes, has_ended }
     }
 
     pub fn parent(&self) -> Option<Arc<Self>> {
@@ -65,17 +70,18 @@ impl Domain {
         QuotaUsage { limit: self.limit, bytes: self.bytes.load(Relaxed), inodes: self.inodes.load(Relaxed) }
     }
 
-    /// Charges an inode here and above; nothing if one domain has no room.
-    pub fn charge_inode(&self) -> Result<()> {
-        charge(&self.inodes, 1, self.limit.inodes, "inodes")?;
-        let above = self.parent.as_ref().map_or(Ok(()), |parent| parent.charge_inode());
-        above.inspect_err(|_| _ = self.inodes.fetch_sub(1, Relaxed))
+    /// Charges inodes here and above; nothing if one domain has no room.
+    pub fn charge_inodes(&self, count: u64) -> Result<()> {
+        charge(&self.inodes, count, self.limit.inodes, "inodes")?;
+        let above = self.parent.as_ref().map_or(Ok(()), |parent| parent.charge_inodes(count));
+        above.inspect_err(|_| _ = self.inodes.fetch_sub(count, Relaxed))
     }
 
-    pub fn discharge_inode(&self) {
-        let before = self.inodes.fetch_sub(1, Relaxed);
-        debug_assert!(before > 0, "a charged inode is discharged once");
-        self.parent.iter().for_each(|parent| parent.discharge_inode());
+    /// Ends charges here, not above. Returns whether no inode is charged any more.
+    pub fn discharge_inodes(&self, count: u64) -> bool {
+        let before = self.inodes.fetch_sub(count, Relaxed);
+        debug_assert!(before >= count, "a charged inode is discharged once");
+        before == count
     }
 
     /// Charges bytes here and above; nothing if one domain has no room.
@@ -135,10 +141,28 @@ impl Domains {
         self.0.with(|domains| domains.get(at).cloned().flatten())
     }
 
-    /// Removes a domain that no inode refers to.
-    pub fn remove(&self, number: u32) {
-        if let Some(at) = (number as usize).checked_sub(1) {
-            self.0.with(|domains| domains[at] = None);
+    /// Ends a domain whose directory was freed. It is removed as soon as no inode is charged to it, because files of
+    /// the directory may still be open.
+    pub fn end(&self, number: u32) {
+        let Some(domain) = self.get(number) else { return };
+        self.0.with(|domains| {
+            domain.has_ended.store(true, Relaxed);
+            remove_if_unused(domains, &domain);
+        });
+    }
+
+    /// Ends charges of inodes in a domain and in those above.
+    pub fn discharge_inodes(&self, domain: &Arc<Domain>, count: u64) {
+        if domain.discharge_inodes(count) {
+            self.0.with(|domains| remove_if_unused(domains, domain));
         }
+        domain.parent.iter().for_each(|parent| self.discharge_inodes(parent, count));
+    }
+}
+
+fn remove_if_unused(domains: &mut [Option<Arc<Domain>>], domain: &Arc<Domain>) {
+    if domain.has_ended.load(Relaxed) && domain.inodes.load(Relaxed) == 0 {
+        let is_it = |found: &&mut Option<Arc<Domain>>| found.as_ref().is_some_and(|found| Arc::ptr_eq(found, domain));
+        domains.iter_mut().find(is_it).into_iter().for_each(|found| *found = None);
     }
 }

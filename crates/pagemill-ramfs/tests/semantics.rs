@@ -352,6 +352,70 @@ fn quotas_limit_what_is_below_a_directory() {
     assert_eq!(errno(fs.quota_usage("/")), libc::ENOENT);
 }
 
+/// The limit of inodes must bound all metadata: each further name counts as an inode, and each KiB of attributes or of a
+/// link's target. What fails must be charged nothing, and all of it must be given back.
+#[test]
+fn names_and_attributes_count_as_inodes() {
+    let fs = RamFs::builder("test").inodes(100).build().unwrap();
+    let used = || fs.usage().inodes;
+    fs.write("/file", b"").unwrap();
+    (0..98).for_each(|i| fs.hard_link("/file", format!("/{i}")).unwrap());
+    assert_eq!(used(), 100);
+    assert_eq!(errno(fs.hard_link("/file", "/more")), libc::ENOSPC);
+    assert_eq!(errno(fs.set_xattr("/file", "user.a", &[1; 1024], SetXattr::Either)), libc::ENOSPC);
+    assert_eq!(errno(fs.get_xattr("/file", "user.a")), libc::ENODATA);
+    fs.rename("/0", "/1").unwrap(); // two names of one file: both stay
+    (0..98).for_each(|i| fs.remove_file(format!("/{i}")).unwrap());
+    assert_eq!(used(), 2);
+
+    fs.set_xattr("/file", "user.a", &[1; 60 << 10], SetXattr::Either).unwrap();
+    assert_eq!(used(), 62);
+    assert_eq!(errno(fs.set_xattr("/file", "user.b", &[1; 60 << 10], SetXattr::Either)), libc::ENOSPC);
+    fs.set_xattr("/file", "user.a", b"small", SetXattr::Either).unwrap();
+    assert_eq!(used(), 2);
+    fs.symlink("t".repeat(4095), "/link").unwrap();
+    assert_eq!(used(), 6);
+    fs.set_xattr("/file", "user.a", &[1; 2000], SetXattr::Either).unwrap();
+    fs.hard_link("/file", "/second").unwrap();
+    assert_eq!(used(), 8);
+    fs.rename("/link", "/second").unwrap(); // the file loses one of two names
+    assert_eq!(used(), 7);
+    fs.remove_file("/second").unwrap();
+    fs.remove_file("/file").unwrap();
+    assert_eq!(used(), 1);
+    assert!(fs.usage().metadata_bytes > 0 && fs.read_dir("/").unwrap().is_empty());
+}
+
+/// A file that is open when the directory of its quota is removed must stay charged to the quotas above, and to no other
+/// one that is set meanwhile.
+#[test]
+fn removed_quotas_last_as_long_as_their_open_files() {
+    let fs = new();
+    fs.create_dir("/outer").unwrap();
+    fs.set_quota("/outer", Quota { bytes: 1 << 20, inodes: 10 }).unwrap();
+    let inodes = |path: &str| fs.quota_usage(path).unwrap().inodes;
+    for removes_outer in [false, true] {
+        fs.create_dir("/outer/inner").unwrap();
+        fs.set_quota("/outer/inner", Quota { bytes: 1 << 20, inodes: 5 }).unwrap();
+        let file = fs.open("/outer/inner/file", &read_write()).unwrap();
+        fs.remove_dir_all("/outer/inner").unwrap();
+        assert_eq!(inodes("/outer"), 1, "the open file");
+        if removes_outer {
+            fs.remove_dir("/outer").unwrap();
+        }
+        fs.create_dir("/new").unwrap();
+        fs.set_quota("/new", Quota { bytes: 1 << 20, inodes: 5 }).unwrap();
+        fs.write("/new/file", b"").unwrap();
+        drop(file);
+        assert_eq!(inodes("/new"), 1);
+        if !removes_outer {
+            assert_eq!(inodes("/outer"), 0);
+        }
+        fs.remove_dir_all("/new").unwrap();
+    }
+    assert_eq!(fs.usage().inodes, 1);
+}
+
 /// Extended attributes: namespaces, limits, creation and replacement.
 #[test]
 fn extended_attributes_have_namespaces_and_limits() {

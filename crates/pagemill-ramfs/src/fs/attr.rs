@@ -125,7 +125,7 @@ impl Inner {
         }
         let number = self.domains.add(Arc::new(Domain::new(limit, ino, above)));
         let updated = self.update_inode(handle, |old| Inode { quota: number, ..*old });
-        updated.inspect_err(|_| self.domains.remove(number))
+        updated.inspect_err(|_| self.domains.end(number))
     }
 
     /// Returns limit and use of the quota of a directory.

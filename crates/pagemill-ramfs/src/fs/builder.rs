@@ -74,7 +74,9 @@ impl Builder {
         self.with_cache(|cache| cache.limit(bytes))
     }
 
-    /// Sets the maximum number of inodes, the root included. The default is 2^26.
+    /// Sets the maximum number of inodes, the root included. The default is 2^26. Each further name of a file, and each
+    /// KiB of a file's extended attributes or of a symbolic link's target, counts as one more, so the limit also bounds
+    /// the memory of metadata.
     pub fn inodes(self, inodes: u64) -> Self {
         Self { inodes, ..self }
     }
@@ -163,7 +165,7 @@ impl Builder {
         let texts = slabs.by_handle(settings("text"))?;
         let xattrs = slabs.by_handle(settings("xattr"))?;
         let whole = Domain::new(Quota { bytes: u64::MAX, inodes: self.inodes }, 0, None);
-        whole.charge_inode()?;
+        whole.charge_inodes(1)?;
         let root = inodes.insert(root_inode(self.root_mode, self.clock.now_ns()))?;
         inodes.update(root, |old| Inode { parent: root.to_bits(), ..*old })?;
         let inner = Inner {

@@ -172,8 +172,9 @@ impl Inner {
             links: if kind == FileType::Directory { 2 } else { 1 },
             quota: parent.quota,
         };
-        let made = self.charge_inode(parent.quota).and_then(|()| {
-            self.inodes.insert(inode).map_err(Error::from).inspect_err(|_| self.discharge_inode(&inode))
+        let count = self.inode_charge(&inode);
+        let made = self.charge_inodes(&inode, count).and_then(|()| {
+            self.inodes.insert(inode).map_err(Error::from).inspect_err(|_| self.discharge_inodes(&inode, count))
         });
         let made = made.inspect_err(|_| {
             if kind == FileType::Symlink {
@@ -181,28 +182,6 @@ impl Inner {
             }
         })?;
         Ok((inode.ino, made))
-    }
-
-    fn charge_inode(&self, quota: u32) -> Result<()> {
-        self.whole.charge_inode().map_err(|error| match error {
-            Error::QuotaExceeded { what, used, limit } => Error::NoSpace { what, used, limit },
-            error => error,
-        })?;
-        let charged = self.domains.get(quota).map_or(Ok(()), |domain| domain.charge_inode());
-        charged.inspect_err(|_| self.whole.discharge_inode())
-    }
-
-    /// Ends the charge of an inode that was freed. The root of a quota is charged to the directory above.
-    pub(super) fn discharge_inode(&self, inode: &Inode) {
-        self.whole.discharge_inode();
-        if let Some(domain) = self.domains.get(inode.quota) {
-            if domain.is_root(inode.ino) {
-                domain.parent().iter().for_each(|parent| parent.discharge_inode());
-                self.domains.remove(inode.quota);
-            } else {
-                domain.discharge_inode();
-            }
-        }
     }
 
     /// Gives an inode a further name.
@@ -228,16 +207,21 @@ impl Inner {
         if inode.quota != parent.quota {
             return Err(Error::OtherQuota);
         }
-        let prepared = self.prepare_name((directory, &parent), name, located, handle)?;
-        self.touch_directory(directory, &parent, 0)?;
-        let now_ns = self.clock.now_ns();
-        self.update_inode(handle, |old| Inode {
-            links: old.links + 1,
-            parent: old.parent & !LINKABLE,
-            changed_ns: now_ns,
-            ..*old
-        })?;
-        self.publish_name(prepared);
+        // The first name is charged with the inode.
+        let charge = u64::from(inode.links > 0);
+        self.charge_inodes(&inode, charge)?;
+        let prepared = self.prepare_name((directory, &parent), name, located, handle).and_then(|prepared| {
+            self.touch_directory(directory, &parent, 0)?;
+            let now_ns = self.clock.now_ns();
+            self.update_inode(handle, |old| Inode {
+                links: old.links + 1,
+                parent: old.parent & !LINKABLE,
+                changed_ns: now_ns,
+                ..*old
+            })?;
+            Ok(prepared)
+        });
+        self.publish_name(prepared.inspect_err(|_| self.discharge_inodes(&inode, charge))?);
         self.watches.notify(EventKind::Created, parent.ino, name);
         Ok(())
     }

@@ -3,6 +3,7 @@
 pub(crate) mod attr;
 pub(crate) mod builder;
 mod by_ino;
+mod charge;
 pub(crate) mod create;
 mod data;
 mod names;
@@ -119,6 +120,7 @@ pub struct Usage {
     pub bytes: u64,
     pub byte_limit: u64,
     pub page_bytes: u64,
+    /// As counted by [`Builder::inodes`].
     pub inodes: u64,
     pub inode_limit: u64,
     /// Names that are known not to exist.
@@ -248,6 +250,7 @@ impl Inner {
 
     /// Frees what an inode refers to, and ends its charges. The inode was taken out of its slab cache.
     fn free_contents(&self, inode: &Inode) {
+        let charge = self.inode_charge(inode);
         if inode.is_directory() {
             self.free_index(inode);
         } else if inode.is_regular() {
@@ -258,7 +261,8 @@ impl Inner {
         if inode.xattrs != 0 {
             let _ = self.xattrs.remove(pagemill_slab::Handle::from_bits(inode.xattrs));
         }
-        self.discharge_inode(inode);
+        self.discharge_inodes(inode, charge);
+        self.end_quota_of(inode);
     }
 
     pub fn metadata_bytes(&self) -> u64 {

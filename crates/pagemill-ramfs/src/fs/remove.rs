@@ -63,6 +63,9 @@ impl Inner {
                 return Err(error);
             }
             self.remove_name(&parent, located);
+            if links > 0 {
+                self.discharge_inodes(&inode, 1);
+            }
             drop(locked);
             if links == 0 {
                 self.free_if_unused(inode.ino, handle);

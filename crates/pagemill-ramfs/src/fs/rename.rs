@@ -113,10 +113,12 @@ impl Inner {
             Rename::Exchange => self.exchange(&old, &new)?,
             Rename::Replace | Rename::NoReplace => self.replace(&old, &new)?,
         }
-        let freed =
-            new.inode.filter(|(_, inode)| how != Rename::Exchange && (inode.is_directory() || inode.links == 1));
+        let target = new.inode.filter(|_| how != Rename::Exchange);
+        let is_last = |inode: &Inode| inode.is_directory() || inode.links == 1;
+        target.iter().filter(|(_, inode)| !is_last(inode)).for_each(|(_, inode)| self.discharge_inodes(inode, 1));
         drop(locked);
-        freed.iter().for_each(|(handle, inode)| self.free_if_unused(inode.ino, *handle));
+        let freed = target.iter().filter(|(_, inode)| is_last(inode));
+        freed.for_each(|(handle, inode)| self.free_if_unused(inode.ino, *handle));
         debug_assert!(replaced.is_none_or(|replaced| replaced.ino != moved.ino));
         self.watches.notify(EventKind::Removed, old_ino, from.1);
         self.watches.notify(EventKind::Created, new_ino, to.1);

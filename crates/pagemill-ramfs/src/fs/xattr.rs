@@ -1,6 +1,7 @@
 //! Extended attributes: of the namespaces `user`, `trusted` and `security`.
 
 use super::Inner;
+use super::charge::charge_of_bytes;
 use crate::access::{Access, Caller};
 use crate::error::{Error, Result};
 use crate::inode::{Inode, InodeHandle};
@@ -74,9 +75,18 @@ fn list_bytes(set: &XattrSet) -> usize {
     set.keys().map(|name| name.len() + 1).sum()
 }
 
+fn total_bytes(set: &XattrSet) -> usize {
+    list_bytes(set) + set.values().map(|value| value.len()).sum::<usize>()
+}
+
 impl Inner {
     fn xattr_set(&self, inode: &Inode) -> Option<Arc<XattrSet>> {
         (inode.xattrs != 0).then(|| self.xattrs.get(Handle::from_bits(inode.xattrs), &enter()).cloned()).flatten()
+    }
+
+    /// Bytes of the names and values of all attributes.
+    pub fn xattr_bytes(&self, inode: &Inode) -> usize {
+        self.xattr_set(inode).map_or(0, |set| total_bytes(&set))
     }
 
     /// Returns the value of an attribute.
@@ -112,8 +122,7 @@ impl Inner {
                 (SetXattr::Replace, false) => return Err(Error::NoAttribute),
                 _ => set.insert(Box::from(name), Box::from(value)),
             };
-            let total = list_bytes(set) + set.values().map(|value| value.len()).sum::<usize>();
-            for (len_bytes, most_bytes) in [(list_bytes(set), MAX_LIST_BYTES), (total, MAX_TOTAL_BYTES)] {
+            for (len_bytes, most_bytes) in [(list_bytes(set), MAX_LIST_BYTES), (total_bytes(set), MAX_TOTAL_BYTES)] {
                 if len_bytes > most_bytes {
                     return Err(Error::AttributeTooLarge { len_bytes, most_bytes });
                 }
@@ -139,7 +148,18 @@ impl Inner {
         let inode = self.inode(handle)?;
         check_name(name, &inode, Access::WRITE, caller)?;
         let mut set = self.xattr_set(&inode).map_or_else(XattrSet::new, |set| (*set).clone());
+        let before = charge_of_bytes(total_bytes(&set));
         change(&mut set)?;
+        let after = charge_of_bytes(total_bytes(&set));
+        self.charge_inodes(&inode, after.saturating_sub(before))?;
+        let replaced = self.replace_xattr_set(handle, &inode, set);
+        replaced.inspect_err(|_| self.discharge_inodes(&inode, after.saturating_sub(before)))?;
+        self.discharge_inodes(&inode, before.saturating_sub(after));
+        self.watches.notify(EventKind::Attributes, ino, b"");
+        Ok(())
+    }
+
+    fn replace_xattr_set(&self, handle: InodeHandle, inode: &Inode, set: XattrSet) -> Result<()> {
         let new = match set.is_empty() {
             true => None,
             false => Some(self.xattrs.insert(Arc::new(set))?),
@@ -147,14 +167,10 @@ impl Inner {
         let now_ns = self.clock.now_ns();
         let bits = new.map_or(0, Handle::to_bits);
         let updated = self.update_inode(handle, |old| Inode { xattrs: bits, changed_ns: now_ns, ..*old });
-        if let Err(error) = updated {
-            new.map(|new| self.xattrs.remove(new).map(drop));
-            return Err(error);
-        }
+        updated.inspect_err(|_| _ = new.map(|new| self.xattrs.remove(new)))?;
         if inode.xattrs != 0 {
             let _ = self.xattrs.remove(Handle::from_bits(inode.xattrs));
         }
-        self.watches.notify(EventKind::Attributes, ino, b"");
         Ok(())
     }
 }
