@@ -19,7 +19,9 @@ use pagemill_slab::{Handle, Movable};
 pub(crate) type IndexHandle = Handle<ChildIndex>;
 
 const MIN_CAPACITY: usize = 4;
-/// Slots behind the last home, for names that do not fit at theirs. If they are full, the table grows.
+/// Slots behind the last home, for names that do not fit at theirs. If they are full, the table becomes larger, at most
+/// twice as large as its names need. Then the tail grows: users see hashes in cookies and could choose names with homes
+/// at the end.
 const MAX_TAIL: usize = 32;
 
 /// Behind the pointer, so that a copy of the index is the same index.
@@ -51,11 +53,11 @@ impl ChildIndex {
     /// Makes an empty index with room for `names` names.
     pub fn with_room_for(names: usize) -> Self {
         let capacity = (names * 4).div_ceil(3).max(MIN_CAPACITY).next_power_of_two();
-        Self::with_capacity(capacity)
+        Self::with_capacity(capacity, capacity.min(MAX_TAIL))
     }
 
-    fn with_capacity(capacity: usize) -> Self {
-        let count = 1 + capacity + capacity.min(MAX_TAIL);
+    fn with_capacity(capacity: usize, tail: usize) -> Self {
+        let count = 1 + capacity + tail;
         let slots = (0..count).map(|_| Slot::default()).collect();
         Self { slots, shift: HASH_BITS - capacity.trailing_zeros() }
     }
@@ -163,14 +165,15 @@ impl ChildIndex {
 
     /// Makes a copy with room for `names` names. With an unusual distribution of hashes the copy is larger.
     pub fn rebuilt(&self, names: usize) -> Self {
-        let mut capacity = Self::with_room_for_capacity(names.max(self.len()));
+        let least = Self::with_room_for_capacity(names.max(self.len()));
+        let (mut capacity, mut tail) = (least, least.min(MAX_TAIL));
         loop {
-            let new = Self::with_capacity(capacity);
+            let new = Self::with_capacity(capacity, tail);
             if self.iter_after(0).all(|child| new.has_room() && new.place(child.hash, child.dentry)) && new.has_room() {
                 new.slots[0].dentry.store(self.slots[0].dentry.load(Relaxed), Relaxed);
                 return new;
             }
-            capacity *= 2;
+            if capacity < 2 * least { capacity *= 2 } else { tail *= 2 }
         }
     }
 
@@ -314,6 +317,27 @@ mod tests {
                 assert_eq!(index.find(base, |it| it == *dentry), Some(Child { hash: *hash, dentry: *dentry }));
             }
             assert_eq!(index.find(1 << TIE_BITS, |_| false), None);
+        }
+    }
+
+    /// Names with chosen hashes must not make the table large, and all must be found.
+    #[test]
+    fn names_at_the_end_need_a_longer_tail_only() {
+        const NAMES: u64 = 300;
+        let mut index = ChildIndex::with_room_for(0);
+        let hash_of = |name: u64| ((1 << HASH_BITS) - (NAMES << TIE_BITS)) + (name << TIE_BITS);
+        for name in 0..NAMES {
+            let child =
+                Child { hash: index.free_hash(hash_of(name)).unwrap(), dentry: Handle::from_bits(1 << 44 | name) };
+            if !index.has_room() {
+                index = index.rebuilt(index.len() + 1);
+            }
+            index.begin_change().insert(child, true);
+        }
+        assert!(index.bytes() <= 16 * 4 * 512, "{} bytes", index.bytes());
+        for name in 0..NAMES {
+            let found = index.find(hash_of(name), |_| true).unwrap();
+            assert_eq!(found.dentry.to_bits(), 1 << 44 | name);
         }
     }
 

@@ -76,6 +76,8 @@ pub enum Error {
     },
     /// The two directories have different quotas.
     OtherQuota,
+    /// The file belongs to another file system.
+    OtherFileSystem,
     /// The inode number belongs to no inode that is in use.
     Stale {
         ino: u64,
@@ -132,7 +134,7 @@ impl Error {
             Self::QuotaExceeded { .. } => libc::EDQUOT,
             Self::Invalid { .. } => libc::EINVAL,
             Self::FileTooLarge { .. } => libc::EFBIG,
-            Self::OtherQuota => libc::EXDEV,
+            Self::OtherQuota | Self::OtherFileSystem => libc::EXDEV,
             Self::Stale { .. } => libc::ESTALE,
             Self::BadAccessMode { .. } => libc::EBADF,
             Self::PastEnd { .. } => libc::ENXIO,
@@ -185,6 +187,7 @@ impl fmt::Display for Error {
                 write!(f, "a file of {size_bytes} bytes, at most {most_bytes} are possible")
             }
             Self::OtherQuota => write!(f, "the two directories have different quotas"),
+            Self::OtherFileSystem => write!(f, "the file belongs to another file system"),
             Self::Stale { ino } => write!(f, "no inode in use has the number {ino}"),
             Self::BadAccessMode { what } => write!(f, "the file is not open for {what}"),
             Self::PastEnd { offset, size_bytes } => {

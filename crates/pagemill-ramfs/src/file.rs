@@ -167,6 +167,10 @@ impl File {
         self.active.ino
     }
 
+    pub(crate) fn is_of(&self, fs: &Arc<Inner>) -> bool {
+        Arc::ptr_eq(&self.fs, fs)
+    }
+
     pub(crate) fn is_writable(&self) -> bool {
         self.options.write
     }
@@ -367,6 +371,9 @@ impl File {
     ///
     /// [`Error::Exists`], [`Error::NotFound`] for a file that was removed, and those of paths and space.
     pub fn link_at(&self, fs: &crate::RamFs, path: impl AsRef<std::path::Path>) -> Result<()> {
+        if !self.is_of(&fs.inner) {
+            return Err(Error::OtherFileSystem);
+        }
         fs.link_handle(self.active.inode, path.as_ref())
     }
 }

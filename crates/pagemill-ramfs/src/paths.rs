@@ -409,7 +409,8 @@ impl RamFs {
     ///
     /// # Errors
     ///
-    /// [`Error::Exists`], [`Error::NoAttribute`], [`Error::AttributeTooLarge`], [`Error::NotPermitted`].
+    /// [`Error::Exists`], [`Error::NoAttribute`], [`Error::AttributeTooLarge`], [`Error::NotPermitted`],
+    /// [`Error::NoSpace`] and [`Error::QuotaExceeded`] if the attributes would count as more inodes than are left.
     ///
     /// ```
     /// use pagemill::ramfs::{RamFs, SetXattr};
@@ -424,6 +425,27 @@ impl RamFs {
         self.inode_at(path.as_ref(), Last::Follow, |inner, inode| {
             inner.set_xattr(inode, name.as_bytes(), value, how, &self.caller)
         })
+    }
+
+    /// Removes an extended attribute.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoAttribute`], [`Error::NotPermitted`].
+    pub fn remove_xattr(&self, path: impl AsRef<Path>, name: &str) -> Result<()> {
+        let remove = |inner: &Inner, inode| inner.remove_xattr(inode, name.as_bytes(), &self.caller);
+        self.inode_at(path.as_ref(), Last::Follow, remove)
+    }
+
+    /// Returns the names of the extended attributes that the caller may see.
+    ///
+    /// # Errors
+    ///
+    /// Those of a walk.
+    pub fn xattr_names(&self, path: impl AsRef<Path>) -> Result<Vec<OsString>> {
+        let names = |inner: &Inner, inode| inner.list_xattrs(inode, &self.caller);
+        let names = self.inode_at(path.as_ref(), Last::Follow, names)?;
+        Ok(names.into_iter().map(OsString::from_vec).collect())
     }
 
     /// Gives an empty directory a quota, to which everything below it is charged. Quotas may be nested.

@@ -103,3 +103,40 @@ fn creations_meet_removals_and_moves() {
         assert_eq!(fs.usage().inodes, 4 + u64::from(left), "root, /a, /c, /c/b");
     });
 }
+
+/// One thread writes a file, opening and closing it, while another gives all objects lower handles. The file must have
+/// the bytes.
+#[test]
+fn writes_meet_shrinks() {
+    run_in_many_schedules(|fs| {
+        fs.write("/gone", b"").unwrap();
+        fs.write("/file", b"").unwrap();
+        fs.remove_file("/gone").unwrap();
+        let shrinking = fs.clone();
+        let shrinker = shuttle::thread::spawn(move || shrinking.inner.renumber_all());
+        fs.write("/file", b"bytes").unwrap();
+        shrinker.join().unwrap();
+        assert_eq!(fs.read("/file").unwrap(), b"bytes");
+        assert_eq!(fs.usage().bytes, fs.usage().page_bytes);
+    });
+}
+
+/// One thread ends the mark of a volatile file while another purges. If the end of the mark reports no purge, the file
+/// must keep its bytes, also later.
+#[test]
+fn unmarks_meet_purges() {
+    run_in_many_schedules(|fs| {
+        fs.write("/file", b"bytes").unwrap();
+        fs.mark_volatile("/file").unwrap();
+        let purging = fs.clone();
+        let purger = shuttle::thread::spawn(move || purging.inner.purge_one());
+        let reading = fs.clone();
+        let reader = shuttle::thread::spawn(move || reading.read("/file").unwrap());
+        let was_purged = fs.unmark_volatile("/file").unwrap();
+        let has_freed = purger.join().unwrap();
+        reader.join().unwrap();
+        assert_eq!(was_purged, has_freed);
+        assert!(!fs.inner.purge_one(), "nothing is volatile any more");
+        assert_eq!(fs.read("/file").unwrap().is_empty(), was_purged);
+    });
+}

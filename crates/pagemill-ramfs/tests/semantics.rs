@@ -373,13 +373,20 @@ fn names_and_attributes_count_as_inodes() {
     assert_eq!(errno(fs.set_xattr("/file", "user.b", &[1; 60 << 10], SetXattr::Either)), libc::ENOSPC);
     fs.set_xattr("/file", "user.a", b"small", SetXattr::Either).unwrap();
     assert_eq!(used(), 2);
+    (0..20).for_each(|i| fs.set_xattr("/file", &format!("user.{i}"), b"", SetXattr::Either).unwrap());
+    assert_eq!(used(), 4, "each attribute has a place in a table");
+    assert_eq!(fs.xattr_names("/file").unwrap().len(), 21);
+    (0..20).for_each(|i| fs.remove_xattr("/file", &format!("user.{i}")).unwrap());
     fs.symlink("t".repeat(4095), "/link").unwrap();
     assert_eq!(used(), 6);
     fs.set_xattr("/file", "user.a", &[1; 2000], SetXattr::Either).unwrap();
     fs.hard_link("/file", "/second").unwrap();
-    assert_eq!(used(), 8);
+    assert_eq!(used(), 9);
     fs.rename("/link", "/second").unwrap(); // the file loses one of two names
-    assert_eq!(used(), 7);
+    assert_eq!(used(), 8);
+    let other = new();
+    let nameless = other.open_nameless("/", &read_write()).unwrap();
+    assert_eq!(errno(nameless.link_at(&fs, "/foreign")), libc::EXDEV);
     fs.remove_file("/second").unwrap();
     fs.remove_file("/file").unwrap();
     assert_eq!(used(), 1);
@@ -424,6 +431,7 @@ fn extended_attributes_have_namespaces_and_limits() {
     let user = fs.as_caller(Caller::new(1, 1));
     user.write("/file", b"").unwrap();
     assert_eq!(errno(user.get_xattr("/file", "user.a")), libc::ENODATA);
+    assert_eq!(errno(user.remove_xattr("/file", "user.a")), libc::ENODATA);
     user.set_xattr("/file", "user.a", b"1", SetXattr::Create).unwrap();
     assert_eq!(errno(user.set_xattr("/file", "user.a", b"2", SetXattr::Create)), libc::EEXIST);
     assert_eq!(errno(user.set_xattr("/file", "user.b", b"2", SetXattr::Replace)), libc::ENODATA);

@@ -131,7 +131,7 @@ impl RamFs {
     ///
     /// [`Error::NotPermitted`], [`Error::AccessDenied`], [`Error::IsDirectory`], [`Error::NoSpace`].
     pub fn setattr(&self, ino: Ino, change: &SetAttr, file: Option<&File>, caller: &Caller) -> Result<Attr> {
-        let is_open = file.is_some_and(|file| file.ino() == ino && file.is_writable());
+        let is_open = file.is_some_and(|file| file.is_of(&self.inner) && file.ino() == ino && file.is_writable());
         self.inner.set_attributes(self.inner.handle_of(ino)?, change, is_open, caller)
     }
 

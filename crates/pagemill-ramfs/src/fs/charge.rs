@@ -20,7 +20,7 @@ impl Inner {
             true => self.texts.get(Handle::from_bits(inode.data), &enter()).map_or(0, |target| target.len()),
             false => 0,
         };
-        1 + charge_of_bytes(target) + charge_of_bytes(self.xattr_bytes(inode))
+        1 + charge_of_bytes(target) + self.xattr_charge(inode)
     }
 
     /// Charges `count` inodes for an inode or its metadata; nothing if the file system or a quota has no room.

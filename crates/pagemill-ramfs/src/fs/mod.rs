@@ -261,6 +261,7 @@ impl Inner {
         if inode.xattrs != 0 {
             let _ = self.xattrs.remove(pagemill_slab::Handle::from_bits(inode.xattrs));
         }
+        self.forget_volatile(inode);
         self.discharge_inodes(inode, charge);
         self.end_quota_of(inode);
     }

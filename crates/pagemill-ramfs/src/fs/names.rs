@@ -248,6 +248,8 @@ impl Inner {
         if directory.data == 0 {
             return;
         }
+        // A negative dentry may be evicted meanwhile.
+        let _locked = self.locks.lock([directory.ino]);
         let index: IndexHandle = Handle::from_bits(directory.data);
         let Ok(Some(removed)) = self.indices.remove(index) else { return };
         self.index_bytes.fetch_sub(removed.bytes(), Relaxed);

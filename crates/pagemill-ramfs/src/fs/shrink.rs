@@ -2,14 +2,15 @@
 //!
 //! Slab caches move values by themselves, but handle tables can only free pages in which no handle is in use. So
 //! [`RamFs::shrink`] first gives inodes and dentries with high handles low ones (*renumbering*). Only an inode that is
-//! not in use and has one name gets another handle, because then its directory has the only reference to it.
+//! not in use and has one name gets another handle, because then its directory has the only reference to it. Volatile
+//! files, and directories that contain directories, keep theirs.
 
 use super::volatile::VOLATILE;
 use super::{Inner, RamFs};
 use crate::child_index::{Child, ChildIndex};
 use crate::dentry::{Dentry, DentryHandle};
 use crate::error::Result;
-use crate::inode::{Inode, InodeHandle};
+use crate::inode::InodeHandle;
 use crate::negative::Negative;
 use pagemill_slab::{Handle, HandleMap, Movable, SlabCache, enter};
 
@@ -179,7 +180,8 @@ impl Inner {
         replaced.dentries.len() as u64
     }
 
-    /// Gives an inode a lower handle, if it is not in use and has one name. `publish` replaces the reference to it.
+    /// Gives an inode a lower handle, if it is not in use and only its dentry refers to it. `publish` replaces this
+    /// reference.
     fn renumber_inode(
         &self,
         old: InodeHandle,
@@ -189,39 +191,24 @@ impl Inner {
         if old.index() < bound {
             return None;
         }
-        let inode = self.inode(old).ok()?;
-        let has_other_reference = inode.links != 1 || inode.parent & VOLATILE != 0;
-        if has_other_reference && !inode.is_directory() {
-            return None;
-        }
-        // No use of the inode begins while its shard is locked.
-        let renumbered = self.active.if_unused(inode.ino, || {
+        let ino = self.inode(old).ok()?.ino;
+        // No use of the inode begins while its shard is locked. The last use may have changed the inode.
+        let renumbered = self.active.if_unused(ino, || {
+            let inode = self.inode(old).ok()?;
+            let has_other_reference = match inode.is_directory() {
+                true => inode.links != 2,
+                false => inode.links != 1 || inode.parent & VOLATILE != 0,
+            };
+            if has_other_reference {
+                return None;
+            }
             let new = self.inodes.insert_low(inode).ok()?;
-            let is_done = new.index() < old.index() && self.reparent_children(&inode, new) && publish(new);
+            let is_done = new.index() < old.index() && publish(new);
             let unused = if is_done { old } else { new };
             let _ = self.inodes.remove(unused);
             is_done.then_some(new)
         });
         renumbered.flatten()
-    }
-
-    /// Sets the parent of the directories in a directory that gets another handle. Returns false without memory; then
-    /// some of them have a parent that leads nowhere only until the caller's next attempt, so it restores them.
-    fn reparent_children(&self, directory: &Inode, new: InodeHandle) -> bool {
-        let guard = enter();
-        let Some(index) = self.indices.get(Handle::from_bits(directory.data), &guard) else { return true };
-        let children = index.iter_after(0).filter_map(|child| self.dentries.get(child.dentry, &guard)?.inode());
-        let directories: Vec<(InodeHandle, u64)> = children
-            .filter_map(|child| {
-                Some((child, self.inodes.get(child, &guard).filter(|child| child.is_directory())?.parent))
-            })
-            .collect();
-        let set = |child: InodeHandle, parent: u64| self.update_inode(child, |old| Inode { parent, ..*old }).is_ok();
-        let is_done = directories.iter().all(|(child, _)| set(*child, new.to_bits()));
-        if !is_done {
-            directories.iter().for_each(|(child, old)| _ = set(*child, *old));
-        }
-        is_done
     }
 
     /// Replaces a dentry by one for the inode's new handle. Returns false without memory.

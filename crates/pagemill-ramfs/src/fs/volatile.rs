@@ -4,6 +4,7 @@ use super::walk::Last;
 use super::{Inner, RamFs};
 use crate::error::{Error, Result};
 use crate::inode::{Ino, Inode, InodeHandle};
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// Flags of a regular file, in [`Inode::parent`], which only directories need otherwise.
@@ -62,7 +63,7 @@ impl Inner {
         if inode.parent & VOLATILE == 0 {
             // From here on the inode keeps its handle.
             self.update_inode(handle, |old| Inode { parent: old.parent | VOLATILE, ..*old })?;
-            self.volatile.with(|volatile| volatile.push_back((ino, handle)));
+            self.volatile.with(|volatile| volatile.add(ino, handle));
         }
         Ok(())
     }
@@ -75,33 +76,63 @@ impl Inner {
             was_purged = old.parent & PURGED != 0;
             Inode { parent: old.parent & !(VOLATILE | PURGED), ..*old }
         })?;
-        self.volatile.with(|volatile| volatile.retain(|(marked, _)| *marked != ino));
+        self.volatile.with(|volatile| volatile.remove(ino));
         Ok(was_purged)
     }
 
     /// Purges the volatile file that was marked first and is not open. Returns false if there is none.
-    pub(super) fn purge_one(&self) -> bool {
-        let marked = self.volatile.with(|volatile| volatile.len());
-        for _ in 0..marked {
-            let Some((ino, handle)) = self.volatile.with(|volatile| volatile.pop_front()) else { return false };
-            match self.active.if_unused(ino, || self.purge(handle)) {
-                Some(true) => return true,
-                Some(false) => {}
-                None => self.volatile.with(|volatile| volatile.push_back((ino, handle))),
-            }
-        }
-        false
+    pub fn purge_one(&self) -> bool {
+        let marked = self.volatile.with(|volatile| volatile.files.len());
+        (0..marked).any(|_| {
+            let next = self.volatile.with(VolatileFiles::rotate);
+            next.is_some_and(|(ino, handle)| self.active.if_unused(ino, || self.purge(handle)) == Some(true))
+        })
     }
 
-    /// Purges a file that is not in use. Returns whether memory became free.
+    /// Purges a file that is not in use, unless its mark has ended. Returns whether memory became free.
     fn purge(&self, handle: InodeHandle) -> bool {
         let Ok(inode) = self.inode(handle) else { return false };
         let Some(data) = self.data_of(&inode).filter(|data| data.is_purgeable()) else { return false };
         // The purge is recorded before it happens, so that no caller takes an emptied file for a kept one.
-        let recorded = self.update_inode(handle, |old| Inode { parent: old.parent | PURGED, ..*old });
-        recorded.is_ok() && data.empty(self.page_bytes())
+        let mut is_marked = false;
+        let recorded = self.update_inode(handle, |old| {
+            is_marked = old.parent & VOLATILE != 0;
+            Inode { parent: old.parent | if is_marked { PURGED } else { 0 }, ..*old }
+        });
+        recorded.is_ok() && is_marked && data.empty(self.page_bytes())
+    }
+
+    /// Forgets a volatile file that was freed.
+    pub(super) fn forget_volatile(&self, inode: &Inode) {
+        if inode.is_regular() && inode.parent & VOLATILE != 0 {
+            self.volatile.with(|volatile| volatile.remove(inode.ino));
+        }
     }
 }
 
-/// The volatile files, the one marked first before the others.
-pub(crate) type VolatileFiles = std::collections::VecDeque<(Ino, InodeHandle)>;
+/// The marked files in the order in which they are purged.
+#[derive(Default)]
+pub(crate) struct VolatileFiles {
+    files: BTreeMap<u64, (Ino, InodeHandle)>,
+    places: HashMap<Ino, u64>,
+    next_place: u64,
+}
+
+impl VolatileFiles {
+    fn add(&mut self, ino: Ino, handle: InodeHandle) {
+        self.files.insert(self.next_place, (ino, handle));
+        self.places.insert(ino, self.next_place);
+        self.next_place += 1;
+    }
+
+    fn remove(&mut self, ino: Ino) {
+        self.places.remove(&ino).map(|place| self.files.remove(&place));
+    }
+
+    /// Moves the first file behind all others, and returns it.
+    fn rotate(&mut self) -> Option<(Ino, InodeHandle)> {
+        let (_, (ino, handle)) = self.files.pop_first()?;
+        self.add(ino, handle);
+        Some((ino, handle))
+    }
+}

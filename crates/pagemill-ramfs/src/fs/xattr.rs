@@ -79,14 +79,20 @@ fn total_bytes(set: &XattrSet) -> usize {
     list_bytes(set) + set.values().map(|value| value.len()).sum::<usize>()
 }
 
+fn charge_of(set: &XattrSet) -> u64 {
+    /// Memory of an attribute beside its bytes: two boxes, and a place in the tree.
+    const OTHER_BYTES: usize = 96;
+    charge_of_bytes(total_bytes(set) + set.len() * OTHER_BYTES)
+}
+
 impl Inner {
     fn xattr_set(&self, inode: &Inode) -> Option<Arc<XattrSet>> {
         (inode.xattrs != 0).then(|| self.xattrs.get(Handle::from_bits(inode.xattrs), &enter()).cloned()).flatten()
     }
 
-    /// Bytes of the names and values of all attributes.
-    pub fn xattr_bytes(&self, inode: &Inode) -> usize {
-        self.xattr_set(inode).map_or(0, |set| total_bytes(&set))
+    /// Number of inodes that are charged for the attributes of an inode.
+    pub fn xattr_charge(&self, inode: &Inode) -> u64 {
+        self.xattr_set(inode).map_or(0, |set| charge_of(&set))
     }
 
     /// Returns the value of an attribute.
@@ -148,9 +154,9 @@ impl Inner {
         let inode = self.inode(handle)?;
         check_name(name, &inode, Access::WRITE, caller)?;
         let mut set = self.xattr_set(&inode).map_or_else(XattrSet::new, |set| (*set).clone());
-        let before = charge_of_bytes(total_bytes(&set));
+        let before = charge_of(&set);
         change(&mut set)?;
-        let after = charge_of_bytes(total_bytes(&set));
+        let after = charge_of(&set);
         self.charge_inodes(&inode, after.saturating_sub(before))?;
         let replaced = self.replace_xattr_set(handle, &inode, set);
         replaced.inspect_err(|_| self.discharge_inodes(&inode, after.saturating_sub(before)))?;
