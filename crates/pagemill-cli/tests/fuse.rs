@@ -75,6 +75,9 @@ fn files_names_and_links() {
     let (longest, too_long) = ("n".repeat(255), "n".repeat(256));
     fs::write(fuse.at(&longest), "").unwrap();
     assert_eq!(fs::write(fuse.at(&too_long), "").unwrap_err().raw_os_error(), Some(libc::ENAMETOOLONG));
+    let mut list = Command::new("ls");
+    let listed = finish({ list.arg("-a").arg(fuse.at("dir")); list }, TIMEOUT);
+    assert_eq!(listed.out, ".\n..\n", "the C library skips entries without an inode number");
 }
 
 /// The three forms of a rename, holes, allocation, and extended attributes, through Python's system calls.

@@ -426,7 +426,7 @@ impl Filesystem for Adapter {
         };
         // The kernel counts no look-up of a directory's own entries.
         let add_own = |ino, offset, name: &OsStr| {
-            let attr = FileAttr { kind: fuser::FileType::Directory, ..missing() };
+            let attr = FileAttr { ino: INodeNo(ino), kind: fuser::FileType::Directory, ..missing() };
             add(ino, offset, name, &attr)
         };
         let add_entry = |entry: &DirEntry<'_>| {
