@@ -5,7 +5,7 @@ use crate::statistics::{self, Process};
 use pagemill_core::metrics::{self, Exposition, FamilyKind, Labels, Value};
 use pagemill_core::published;
 use pagemill_core::reclaim::tree::{TreeAmounts, UNLIMITED};
-use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::stats::{Counter, CounterKind, Snapshot, TABLE};
 use pagemill_sys::process::Identity;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,6 +64,9 @@ impl Selection {
                 self.named.insert(key);
                 rows.insert(key, snapshot);
             } else {
+                // A program that `exec` started in the process begins its counters at zero.
+                let before = self.others.get(&key).filter(|before| begins_again(before, &snapshot));
+                before.into_iter().for_each(|before| self.ended.absorb_ended(before));
                 self.others.insert(key, snapshot);
                 self.has_others = true;
             }
@@ -79,6 +82,12 @@ impl Selection {
         }
         rows
     }
+}
+
+/// Returns whether the counters of a process have begun at zero since an earlier look.
+fn begins_again(before: &Snapshot, now: &Snapshot) -> bool {
+    let mut sums = TABLE.iter().filter(|row| row.kind == CounterKind::Sum);
+    sums.any(|row| now.get(row.counter) < before.get(row.counter))
 }
 
 fn labels(pid: &str, name: &str) -> Labels {
@@ -229,7 +238,9 @@ mod tests {
         let fourth = vec![process(3, 7), process(4, 9), process(5, 1)];
         let expected = [(named(3), 7, 70), (named(5), 1, 10), (other.clone(), 9, 150)];
         assert_eq!(shown(&mut selection, fourth), expected);
-        assert_eq!(shown(&mut selection, Vec::new()), [(other, 0, 150)]);
+        // Process 4 calls `exec`.
+        assert_eq!(shown(&mut selection, vec![process(4, 2)]), [(other.clone(), 2, 150 + 20)]);
+        assert_eq!(shown(&mut selection, Vec::new()), [(other, 0, 170)]);
     }
 
     /// A tree without a limit has no sample of the limit. If there are more trees than are shown, the largest are shown.

@@ -59,26 +59,38 @@ impl Found {
 
     /// Unmounts it. Retries for the duration `retry_time` while it is busy, or until `is_urgent` returns true.
     fn unmount(&self, retry_time: Duration, mut is_urgent: impl FnMut() -> bool) -> Result<(), String> {
+        let (point, device) = match self {
+            Self::Served { point, device } => (point, *device),
+            Self::Dead { point } => return unmount_dead(point),
+        };
         let begun = Instant::now();
         loop {
-            let error = match (self, pagemill_fuse::unmount(self.point(), false)) {
-                (_, Ok(())) => return Ok(()),
-                // Its users get errors anyway.
-                (Self::Dead { point }, Err(_)) => match pagemill_fuse::unmount(point, true) {
-                    Ok(()) => return Ok(()),
-                    Err(error) => error,
-                },
-                (Self::Served { .. }, Err(error)) => error,
-            };
-            if error.kind() != io::ErrorKind::ResourceBusy {
-                return Err(format!("{} cannot be unmounted: {error}", self.point().display()));
-            }
-            if begun.elapsed() >= retry_time || is_urgent() {
-                let device = if let Self::Served { device, .. } = self { *device } else { 0 };
-                return Err(mounting::busy(self.point(), device, std::process::id()).to_string());
+            match pagemill_fuse::unmount(point, false) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.kind() != io::ErrorKind::ResourceBusy => return Err(not_unmounted(point, &error)),
+                Err(_) if begun.elapsed() >= retry_time || is_urgent() => {
+                    return Err(mounting::busy(point, device, std::process::id()).to_string());
+                }
+                Err(_) => {}
             }
         }
     }
+}
+
+/// Unmounts a file system whose process has ended, also while it is busy: its users get errors anyway. Another command
+/// may have unmounted it and mounted a new one meanwhile, which stays.
+fn unmount_dead(point: &Path) -> Result<(), String> {
+    let _locked = mounting::lock_mounts().map_err(|refusal| refusal.to_string())?;
+    match Found::at(point) {
+        Some(Found::Dead { .. }) => pagemill_fuse::unmount(point, false)
+            .or_else(|_| pagemill_fuse::unmount(point, true))
+            .map_err(|error| not_unmounted(point, &error)),
+        _ => Ok(()),
+    }
+}
+
+fn not_unmounted(point: &Path, error: &io::Error) -> String {
+    format!("{} cannot be unmounted: {error}", point.display())
 }
 
 /// Returns the absolute path without links, also of a mount point whose process has ended.

@@ -65,6 +65,9 @@ pub struct Survey {
 /// the kernel's tick, at most 10 ms.
 const DISTINCT_CHANGE_AGE: Duration = Duration::from_millis(20);
 
+/// Maximum number of files of another user that are looked at. A user may create any number of them.
+const MAX_NAMES: usize = 10_000;
+
 impl Survey {
     /// Lists the folders of this user and, as root, those of the other users. Takes some 10 us for each process tree.
     pub fn of_all_users() -> Self {
@@ -76,13 +79,14 @@ impl Survey {
         if own == 0 {
             folders.extend(folders_of_other_users());
         }
-        let (mut trees, mut found) = (Vec::new(), BTreeMap::new());
+        let (mut trees, mut found, mut names_left) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         for (user, folder) in folders {
+            let left = names_left.entry(user).or_insert(if user == own { usize::MAX } else { MAX_NAMES });
             watched.push(with_change_time(folder.clone()));
-            let below = add_files(&mut found, &folder, user, None);
+            let below = add_files(&mut found, &folder, user, None, left);
             for (path, run) in below.into_iter().filter(|(path, _)| user == own || is_private(path, user)) {
                 watched.push(with_change_time(path.clone()));
-                add_files(&mut found, &path, user, Some(run));
+                add_files(&mut found, &path, user, Some(run), left);
                 trees.push(TreeFolder { path, run, user });
             }
         }
@@ -120,15 +124,18 @@ fn depth(path: &Path) -> usize {
     path.as_bytes().iter().filter(|byte| **byte == b'/').count()
 }
 
-/// Adds the figures files in a folder to `found`. Returns the folders of process trees below it.
+/// Adds the figures files in a folder to `found`, and subtracts the number of all names from `names_left`, which is
+/// their maximum. Returns the folders of process trees below it.
 fn add_files(
     found: &mut BTreeMap<(u32, u64, u32), ProcessFiles>,
     folder: &str,
     user: u32,
     run: Option<Identity>,
+    names_left: &mut usize,
 ) -> Vec<(String, Identity)> {
     let mut trees = Vec::new();
-    for name in names_in(folder) {
+    for name in names_in(folder).take(*names_left) {
+        *names_left -= 1;
         let path = format!("{folder}/{name}");
         if let Some(run) = name.strip_prefix("run-").and_then(identity_of) {
             trees.push((path, run));
@@ -191,6 +198,17 @@ impl ProcessFiles {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
+    /// A user who creates many files must not make another user's survey large.
+    #[test]
+    fn the_number_of_files_is_limited() {
+        let folder = tempfile::tempdir().unwrap();
+        (1..=30).for_each(|pid| std::fs::write(folder.path().join(format!("{pid}-1")), b"").unwrap());
+        let (mut found, mut left, path) = (BTreeMap::new(), 20, folder.path().to_str().unwrap());
+        add_files(&mut found, path, 1, None, &mut left);
+        add_files(&mut found, path, 2, None, &mut left);
+        assert_eq!((found.len(), left), (20, 0));
+    }
 
     /// A survey of a folder is current until a file in it is created or removed, or the folder appears.
     #[test]
