@@ -24,7 +24,8 @@ const MIN_CAPACITY: usize = 4;
 /// at the end.
 const MAX_TAIL: usize = 32;
 
-/// Behind the pointer, so that a copy of the index is the same index.
+/// A slot of the table. Slots lie outside of [`ChildIndex`], behind its pointer, so a slab cache can move the index by
+/// copying its bytes.
 #[derive(Default)]
 struct Slot {
     /// Hash of the name; 0 in an empty slot. In slot 0, the sequence counter.

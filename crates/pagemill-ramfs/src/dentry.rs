@@ -12,8 +12,8 @@ pub(crate) type TextHandle = Handle<Arc<[u8]>>;
 /// Maximum length of a name that lies in the dentry itself. A dentry and the index of its handle take 64 bytes.
 pub(crate) const INLINE_BYTES: usize = 47;
 
-/// A name in a directory. The name and, but for a change of the inode's handle, the inode never change: a rename makes
-/// a new dentry.
+/// A name in a directory. A dentry always has the same name and leads to the same inode. A rename makes a new dentry,
+/// and so does a new handle of the inode.
 #[derive(Clone, Copy, Movable)]
 pub(crate) struct Dentry {
     /// Handle of the inode; 0 in a negative dentry, whose name does not exist.

@@ -21,7 +21,7 @@ pub enum Error {
     NotFound,
     /// The name exists already.
     Exists,
-    /// A component that must be a directory is none.
+    /// A component of the path must be a directory and is not one.
     NotDirectory,
     /// The operation does not work on directories.
     IsDirectory,

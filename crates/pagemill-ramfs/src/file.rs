@@ -220,7 +220,8 @@ impl File {
         self.fs.size_of(&self.active)
     }
 
-    /// Sets the length of the file. Bytes that are added are a hole.
+    /// Sets the length of the file. Bytes that are added are a hole. After an error the length is as before, or already
+    /// changed if only the memory to record the time was missing.
     ///
     /// # Errors
     ///
@@ -230,13 +231,13 @@ impl File {
         self.fs.truncate(&self.active, size_bytes, self.keeps_set_id)
     }
 
-    /// Allocates, frees or zeroes a range. After an error the file is as before, except that a part of the range may be
-    /// zeroed.
+    /// Allocates, frees or zeroes a range. After an error the file is as before, with two exceptions: a part of the range
+    /// may be zeroed, and the change is done if only the memory to record its time was missing.
     ///
     /// # Errors
     ///
     /// [`Error::NoSpace`], [`Error::QuotaExceeded`], [`Error::BadAccessMode`], [`Error::Invalid`] for an empty range,
-    /// [`Error::Unsupported`] for memory behind the end.
+    /// [`Error::FileTooLarge`] for a range that ends beyond 2^63 - 1, [`Error::Unsupported`] for memory behind the end.
     ///
     /// ```
     /// use pagemill::ramfs::{Allocate, OpenOptions, RamFs, Whence};
@@ -315,8 +316,9 @@ impl File {
         self.data().map(|data| &data.mapping)
     }
 
-    /// Makes a range accessible as memory. The file system needs shared memory ([`crate::Builder::source`]). While the
-    /// file is open, the view keeps its contents, also without a name.
+    /// Makes a range accessible as memory. The file system needs shared memory ([`crate::Builder::source`]). A view
+    /// does not keep a file without a name: after the last close the pages of a file without a store are freed, and an
+    /// access to the view raises `SIGBUS`.
     ///
     /// # Errors
     ///

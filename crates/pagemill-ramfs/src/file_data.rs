@@ -52,7 +52,7 @@ impl FileData {
         is_done
     }
 
-    /// Makes the charge equal to the memory in use, after a change that freed memory.
+    /// Lowers the charge to the memory in use, after a change that freed memory. Never raises it.
     pub fn reconcile(&self, page_bytes: u64) {
         if let Some(domain) = &self.domain {
             let allocated = self.allocated_bytes(page_bytes);

@@ -141,10 +141,13 @@ pub struct Attr {
     pub gid: u32,
     /// Device number of a device file.
     pub device: u64,
+    /// Length of a file or of the target of a symbolic link. A directory has 20 bytes for each entry, with `.` and `..`,
+    /// as in tmpfs.
     pub size_bytes: u64,
-    /// Bytes of memory of the file's data, in whole pages.
+    /// Memory of a regular file's data in whole pages; the whole length with a store. On a [`crate::RealFs`] the memory
+    /// that the file system reports (512 `st_blocks`).
     pub allocated_bytes: u64,
-    /// Software page of the file data.
+    /// Software page of the file data. On a [`crate::RealFs`] the preferred size of reads and writes (`st_blksize`).
     pub page_bytes: u32,
     /// Times are in nanoseconds since 1970.
     pub accessed_ns: i64,

@@ -14,7 +14,12 @@ pub(crate) const HASH_BITS: u32 = 62;
 /// Names with the same hash get hashes that differ in this many low bits.
 pub(crate) const TIE_BITS: u32 = 3;
 
-/// Checks a name that is about to be created.
+/// Checks a name for a new entry.
+///
+/// # Errors
+///
+/// [`Error::NameTooLong`]; [`Error::NotFound`] if it is empty; [`Error::Exists`] for `.` and `..`; [`Error::Invalid`]
+/// with a slash or a zero byte.
 pub(crate) fn check(name: &[u8]) -> Result<()> {
     check_length(name)?;
     match name {

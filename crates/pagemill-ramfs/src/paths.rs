@@ -21,7 +21,11 @@ pub(crate) fn bytes(path: &Path) -> &[u8] {
 
 /// Operations by path. A walk may fail with [`Error::NotFound`], [`Error::NotDirectory`], [`Error::AccessDenied`],
 /// [`Error::NameTooLong`], [`Error::PathTooLong`] and [`Error::LinkLoop`]; changes also with [`Error::NoSpace`] and
-/// [`Error::QuotaExceeded`]. After an error nothing has changed.
+/// [`Error::QuotaExceeded`].
+///
+/// After an error nothing has changed, except for times, and in four cases. [`RamFs::write`], [`RamFs::create_dir_all`]
+/// and [`RamFs::remove_dir_all`] have several steps, of which those before the error stay done. [`RamFs::set_attributes`]
+/// may have changed the length.
 impl RamFs {
     /// Walks a path and calls `act`, again if an inode got another handle meanwhile.
     fn at<T>(&self, path: &Path, last: Last, act: impl Fn(&Inner, &Walked<'_>) -> Result<T>) -> Result<T> {
@@ -467,8 +471,9 @@ impl RamFs {
         self.inode_at(path.as_ref(), Last::Follow, Inner::quota_usage)
     }
 
-    /// Begins a watch of a file, or of a directory and the names in it. At most `queue` events wait; then one event
-    /// tells that others are lost.
+    /// Begins a watch of a file, or of a directory and the names in it. At most `queue` events wait, or one if it
+    /// is 0. Then one event ([`crate::EventKind::Overflow`]) says that later ones are lost. Dropping the result ends the
+    /// watch.
     ///
     /// # Errors
     ///
@@ -479,7 +484,8 @@ impl RamFs {
         Ok(self.inner.watches.add(Some(ino), queue))
     }
 
-    /// Begins a watch of the whole file system.
+    /// Begins a watch of all inodes. At most `queue` events wait, or one if it is 0. Then one event
+    /// ([`crate::EventKind::Overflow`]) says that later ones are lost. Dropping the result ends the watch.
     pub fn watch_all(&self, queue: usize) -> Watch {
         self.inner.watches.add(None, queue)
     }

@@ -1,5 +1,6 @@
 //! One interface for a RAM file system and the real one, so that code can be tested without the real one.
 
+use crate::error::Error;
 use crate::file::{File, OpenOptions};
 use crate::fs::RamFs;
 use crate::inode::{Attr, FileType};
@@ -9,7 +10,8 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// A file system. [`RamFs`] implements it, and [`RealFs`] for a folder of the real file system.
+/// A file system. [`RamFs`] implements it, and [`RealFs`] for a folder of the real file system. Both accept the same
+/// [`OpenOptions`].
 ///
 /// ```
 /// use pagemill::ramfs::{FileSystem, RamFs, RealFs};
@@ -36,6 +38,11 @@ pub trait FileSystem: Send + Sync {
     type File: OpenFile;
 
     /// Opens or creates a regular file.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` without access, and for `create` or `truncate` without `write`, or `truncate` with `append`, as
+    /// [`std::fs::OpenOptions`]. [`RamFs::open`] accepts these, as `open(2)`.
     fn open(&self, path: &Path, options: &OpenOptions) -> io::Result<Self::File>;
     /// Returns the attributes of the file that a path leads to.
     fn metadata(&self, path: &Path) -> io::Result<Attr>;
@@ -65,7 +72,8 @@ pub trait FileSystem: Send + Sync {
 ///
 /// Example: [`FileSystem`].
 pub trait OpenFile: Send + Sync {
-    /// Reads bytes from `offset` on. Returns how many are before the end of the file.
+    /// Reads bytes from `offset` on. Returns how many were read; 0 at the end of the file. A file of [`RealFs`] may read
+    /// fewer bytes than remain.
     fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize>;
     /// Writes bytes at `offset`; with [`OpenOptions::append`] at the end. Returns how many were written.
     fn write_at(&self, from: &[u8], offset: u64) -> io::Result<usize>;
@@ -97,10 +105,27 @@ impl OpenFile for File {
     }
 }
 
+/// Refuses the options that [`std::fs::OpenOptions`] refuses, so that a test on a [`RamFs`] fails as on a [`RealFs`].
+fn check_as_std(options: &OpenOptions) -> Result<(), Error> {
+    let &OpenOptions { read, write, append, truncate, create, create_new, .. } = options;
+    let is_writable = write || append;
+    let refused = |what| Err(Error::Invalid { what });
+    if !read && !is_writable {
+        refused("opening a file neither for reading nor for writing")
+    } else if !is_writable && (truncate || create || create_new) {
+        refused("creating or truncating a file opened for reading")
+    } else if append && truncate && !create_new {
+        refused("truncating a file opened for appending")
+    } else {
+        Ok(())
+    }
+}
+
 impl FileSystem for RamFs {
     type File = File;
 
     fn open(&self, path: &Path, options: &OpenOptions) -> io::Result<File> {
+        check_as_std(options)?;
         Ok(self.open(path, options)?)
     }
 
@@ -334,6 +359,18 @@ mod tests {
         note(file.write_at(b"!", 0).map(|len| format!("{len} at the end")));
         note(file.set_size(3).and_then(|()| file.size_bytes()).map(|size| format!("{size}")));
         note(file.sync().map(|()| format!("{}", fs.exists(path("/nothing")))));
+        // Each set of options, for a file that exists and for one that does not.
+        for bits in 0..1 << 6 {
+            let is = |bit: u32| bits >> bit & 1 == 1;
+            let options = OpenOptions::new().read(is(0)).write(is(1)).append(is(2)).truncate(is(3));
+            let options = options.create(is(4)).create_new(is(5));
+            fs.write(path("/old"), b"old").unwrap();
+            for name in ["/old", "/new"] {
+                let opened = fs.open(path(name), &options);
+                note(opened.and_then(|file| file.size_bytes()).map(|size| format!("{options:?}: {name} has {size}")));
+            }
+            let _ = fs.remove_file(path("/new"));
+        }
         seen
     }
 

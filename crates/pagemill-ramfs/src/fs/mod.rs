@@ -48,11 +48,12 @@ use xattr::XattrSet;
 /// Number of the root directory.
 pub(crate) const ROOT_INO: Ino = 1;
 
-/// A RAM file system in this process. Clones are handles of the same file system; it ends with the last clone and the
-/// last open file.
+/// A RAM file system in this process. Clones lead to the same file system; it ends with the last clone and the last open
+/// file.
 ///
-/// Methods with paths run for the caller of this handle ([`RamFs::as_caller`]), at first user 0. All paths begin at the
-/// root, with or without a slash. Methods with inode numbers serve protocols such as FUSE.
+/// A value has a caller, whose permissions its methods with paths check: at first user 0. [`RamFs::as_caller`] returns a
+/// value with another caller. All paths begin at the root, with or without a slash. Methods with inode numbers serve
+/// protocols such as FUSE.
 ///
 /// ```
 /// use pagemill::ramfs::{OpenOptions, RamFs};
@@ -148,7 +149,7 @@ impl RamFs {
         Builder::new(name)
     }
 
-    /// Returns a handle whose methods with paths run for another caller.
+    /// Returns a value for the same file system, whose methods with paths check the permissions of another caller.
     #[must_use]
     pub fn as_caller(&self, caller: Caller) -> Self {
         Self { inner: self.inner.clone(), caller }

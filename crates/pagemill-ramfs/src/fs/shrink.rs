@@ -1,9 +1,9 @@
 //! Giving memory back: negative dentries, sparse slabs, and sparse pages of handle tables.
 //!
 //! Slab caches move values by themselves, but handle tables can only free pages in which no handle is in use. So
-//! [`RamFs::shrink`] first gives inodes and dentries with high handles low ones (*renumbering*). Only an inode that is
-//! not in use and has one name gets another handle, because then its directory has the only reference to it. Volatile
-//! files, and directories that contain directories, keep theirs.
+//! [`RamFs::shrink`] first gives inodes and dentries with high handles low ones (*renumbering*). Only an inode that
+//! its directory alone refers to gets another handle: inodes in use, volatile files, files with several names, and
+//! directories that contain directories keep theirs.
 
 use super::volatile::VOLATILE;
 use super::{Inner, RamFs};

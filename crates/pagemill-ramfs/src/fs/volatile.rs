@@ -13,8 +13,10 @@ pub(super) const VOLATILE: u64 = 2;
 const PURGED: u64 = 4;
 
 impl RamFs {
-    /// Marks a regular file as volatile: when the file system has no room for a write, it purges volatile files that are
-    /// not open, the one marked first before the others. A purged file is empty. A mark of a marked file changes nothing.
+    /// Marks a regular file as volatile: permits the file system to purge it while it is not open and no client holds its
+    /// number. A write that finds no room for any byte purges such files, the one marked first before the others. A write
+    /// that fits in part returns a short count instead. A full quota and [`crate::File::allocate`] purge nothing. A
+    /// purged file is empty. A mark of a marked file changes nothing.
     ///
     /// # Errors
     ///
