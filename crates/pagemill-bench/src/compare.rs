@@ -40,7 +40,8 @@ pub struct OldRun {
 /// Names of a row: experiment, case, subject and metric.
 type Key<'a> = [&'a str; 4];
 
-/// A row whose median differs by more than the larger spread of both runs.
+/// A row whose medians differ by more than the larger spread of both runs, or whose unit differs. A row of which one run
+/// has a single sample counts in `without_spread` instead, unless it is a verdict or its unit differs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Change {
     pub key: [String; 4],

@@ -210,7 +210,8 @@ pub fn own_events() -> Vec<Recorded> {
     stats::current().ring.read()
 }
 
-/// Returns the names that the numbers of events have.
+/// Returns the names of the numeric arguments of all events, event by event. Two values packed in one number have a name
+/// each.
 pub fn number_names() -> impl Iterator<Item = &'static str> {
     let formats = EVENTS.iter().flat_map(|(_, _, formats)| formats);
     formats.flat_map(|format| std::iter::once(format.name).chain(format.upper.map(|(_, name)| name)))

@@ -208,7 +208,7 @@ fn call_mallctl(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mu
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
-/// Writes a value of jemalloc, which must have the type `T`. Returns whether the call succeeded.
+/// Sets the `mallctl` value `name` of jemalloc, whose documented type must be `T`. Returns whether the call succeeded.
 fn write_mallctl<T>(name: &CStr, mut value: T) -> bool {
     call_mallctl(name, ptr::null_mut(), ptr::null_mut(), (&raw mut value).cast(), size_of::<T>())
 }

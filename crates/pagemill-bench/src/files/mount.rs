@@ -151,11 +151,13 @@ impl Mounter {
         }
     }
 
-    /// Mounts a file system with room for `size_bytes`.
+    /// Mounts a file system of at most `size_bytes`. If the user gave a folder, makes a folder there instead of a mount of
+    /// Pagemill, and ignores the size.
     ///
     /// # Errors
     ///
-    /// [`Error::Gap`] if Pagemill's controller cannot mount it. [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
+    /// [`Error::Gap`] if Pagemill's controller cannot mount it. [`Error::CannotRun`] if a tmpfs cannot be mounted.
+    /// [`Error::Interrupted`] after a signal.
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<Mounted> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
         let FileSystemKind::Tmpfs(huge) = subject.kind else {

@@ -27,9 +27,10 @@ enum Event {
     Zeroed,
     /// Another thread reads the first page.
     Overtaken,
-    /// Another thread writes all of the first page, syncs, and evicts the page. The read has the old bytes.
+    /// Another thread writes all of the first page, syncs, and evicts the page. The read in flight carries the
+    /// old bytes, which must not enter the index.
     Replaced,
-    /// The last handle of the file is dropped. A future is dropped before.
+    /// The last handle of the file is dropped; a future, which borrows the file, before it.
     Closed,
     /// The queue or the future is dropped.
     Abandoned,
@@ -61,9 +62,11 @@ fn why_impossible(driver: Driver, event: Event) -> Option<&'static str> {
 ///
 /// | driver | failed, short | cancelled | the store panics |
 /// |---|---|---|---|
-/// | read, future | reads the first page again | as failed | as failed; unwinds if in its thread |
-/// | partial write, queue | `EIO` | `ECANCELED` | as cancelled; unwinds if in its thread |
-/// | readahead | not reported | not reported | not reported; unwinds if in its thread |
+/// | read, future | `Right`: reads the first page again | as failed | as failed; `Panicked` in the caller's thread |
+/// | partial write, queue | `EIO` | `ECANCELED` | `ECANCELED`; `Panicked` in the caller's thread |
+/// | readahead | `Right`: reports nothing | as failed | as failed; `Panicked` in the caller's thread |
+///
+/// A timeout gives `ETIMEDOUT`, whatever the end. A dropped queue or future gives `Abandoned`.
 fn outcome_after(driver: Driver, event: Event, end: End) -> Outcome {
     let is_in_callers_thread = !driver.has_asynchronous_store() || event == StartBlocks;
     match (event, driver, end) {
