@@ -36,7 +36,7 @@ const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 /// process there.
 ///
 /// With --fuse this process itself is the file system. That works for users without privileges, too, but is slower for
-/// metadata (docs/mount.md), and the files are lost when the process ends.
+/// most operations (docs/mount-fuse.md), and the files are lost when the process ends.
 #[derive(clap::Args)]
 pub struct Mount {
     /// The mount point: an empty folder.
@@ -61,7 +61,7 @@ pub struct Mount {
     daemon: bool,
     /// Serve the files from this process through FUSE, instead of mounting a tmpfs. Without privileges this needs the
     /// program fusermount3, and only this user can use the files. No file can be volatile.
-    #[arg(long, conflicts_with = "cgroup")]
+    #[arg(long, conflicts_with_all = ["cgroup", "metrics"])]
     fuse: bool,
     /// Number of threads that answer requests with --fuse [default: one for each CPU, at most 4]
     #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u16).range(1..=64))]

@@ -435,7 +435,10 @@ fn refusals_say_what_to_do() {
     fs::create_dir(&point).unwrap();
     assert!(refusal(PAGEMILL, &[], &["--size", "0"]).contains("a size of 0 holds no file"));
     assert!(refusal(PAGEMILL, &[], &["--threads", "0"]).contains("1..=64"));
-    assert!(refusal(PAGEMILL, &[], &["--cgroup", "x"]).contains("cannot be used with"));
+    for option in [["--cgroup", "x"], ["--metrics", "127.0.0.1:0"]] {
+        let err = refusal(PAGEMILL, &[], &option);
+        assert!(err.contains("cannot be used with") && err.contains(option[0]), "{err}");
+    }
     fs::write(point.join("file"), "").unwrap();
     let err = refusal(PAGEMILL, &[], &[]);
     assert!(err.contains("is not empty: `file` would be hidden"), "{err}");
