@@ -76,7 +76,13 @@ fn files_names_and_links() {
     fs::write(fuse.at(&longest), "").unwrap();
     assert_eq!(fs::write(fuse.at(&too_long), "").unwrap_err().raw_os_error(), Some(libc::ENAMETOOLONG));
     let mut list = Command::new("ls");
-    let listed = finish({ list.arg("-a").arg(fuse.at("dir")); list }, TIMEOUT);
+    let listed = finish(
+        {
+            list.arg("-a").arg(fuse.at("dir"));
+            list
+        },
+        TIMEOUT,
+    );
     assert_eq!(listed.out, ".\n..\n", "the C library skips entries without an inode number");
 }
 

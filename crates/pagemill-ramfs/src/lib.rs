@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   paths, file, vfs         paths; open files; one interface for this and the real file system
+//!     vfs_adapter            the trait of the crate vfs (feature `vfs`)
 //!     fs/                    the operations by inode, one file per subject
 //!       walk, step           path walks, and one step of a walk, without locks
 //!       create, remove, …    changes, under the locks of the directories
@@ -48,6 +49,8 @@ mod range_lock;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod vfs;
+#[cfg(any(feature = "vfs", test))]
+mod vfs_adapter;
 mod watch;
 
 pub use access::{Access, Caller};

@@ -175,6 +175,12 @@ impl RamFs {
     }
 }
 
+impl std::fmt::Debug for RamFs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RamFs").field("caller", &self.caller).finish_non_exhaustive()
+    }
+}
+
 impl Inner {
     pub fn page_bytes(&self) -> u64 {
         self.cache.page().bytes() as u64
