@@ -7,9 +7,11 @@
 mod bench;
 mod caches;
 mod columns;
+mod docker_plugin;
 mod doctor;
 mod drop_caches;
 mod elf;
+mod http;
 mod kernel_limit;
 mod limit;
 mod manual;
@@ -89,6 +91,8 @@ enum Command {
     Umount(mount::Umount),
     /// Set or show which files of a `pagemill mount` are volatile, and which get huge pages.
     Mark(mark::Mark),
+    /// Serve Docker volumes whose files are in memory: a volume plugin, each of whose volumes is a `pagemill mount`.
+    DockerPlugin(docker_plugin::DockerPlugin),
     /// Print the completions of the command line for a shell.
     Completions(manual::Completions),
     /// Write the manual pages.
@@ -156,6 +160,7 @@ fn main() -> ExitCode {
         Command::Purge(purge) => purge.main(),
         Command::Umount(umount) => umount.main(),
         Command::Mark(mark) => mark.main(),
+        Command::DockerPlugin(docker_plugin) => docker_plugin.main(),
         Command::Completions(completions) => completions.main(<Cli as clap::CommandFactory>::command()),
         Command::Man(man) => man.main(<Cli as clap::CommandFactory>::command()),
         Command::MountWorker => mount::worker(),

@@ -74,7 +74,8 @@ pub struct Mount {
     as_daemon: bool,
 }
 
-fn parse_mode(text: &str) -> Result<u32, String> {
+/// Parses permissions in octal.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o7777);
     mode.ok_or_else(|| format!("{text} is not a mode: octal, up to 7777"))
 }
@@ -352,6 +353,37 @@ pub fn no_controller_message(point: &Path) -> String {
     )
 }
 
+/// Unmounts a file system from `point` only, and waits until its controller has ended, since the memory becomes free
+/// then. While the file system is busy, retries for the duration `retry_time`. Returns the other mount points of the
+/// file system, which keep its files in memory.
+///
+/// # Errors
+///
+/// The last [`Refusal`].
+pub fn unmount_and_wait(point: &Path, device: u64, retry_time: Duration) -> Result<Vec<PathBuf>, Refusal> {
+    let outcome = control::request_status(device);
+    let controller = match &outcome {
+        RequestOutcome::Answer(status) => status.controller_pid.unwrap_or(0),
+        RequestOutcome::Refused(_) | RequestOutcome::NoController => 0,
+    };
+    control::unmount(point, device, controller, retry_time)?;
+    let begun = std::time::Instant::now();
+    // A stopped controller does not end.
+    if let RequestOutcome::Refused(why) = &outcome {
+        print_message(&format!("{} is unmounted, but its memory stays in use: {why}", point.display()));
+    }
+    let is_awaited = !matches!(outcome, RequestOutcome::Refused(_));
+    while is_awaited
+        && !mounting::is_mounted(device)
+        && mounting::is_controlled(device)
+        && begun.elapsed() < UNMOUNT_RETRY_TIME
+    {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    mounting::remove_leftovers(device);
+    Ok(mounting::mount_points(device))
+}
+
 #[derive(clap::Args)]
 pub struct Umount {
     /// The mount point.
@@ -371,31 +403,11 @@ impl Umount {
             Ok(found) => found,
             Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
-        let outcome = control::request_status(device);
-        let controller = match &outcome {
-            RequestOutcome::Answer(status) => status.controller_pid.unwrap_or(0),
-            RequestOutcome::Refused(_) | RequestOutcome::NoController => 0,
+        let mount_points = match unmount_and_wait(&point, device, RETRY_TIME) {
+            Ok(mount_points) => mount_points,
+            Err(refusal) => return report_error(1, self.json, &refusal.to_string()),
         };
-        // Unmounts only the given mount point, although the file system may also be mounted at other points.
-        if let Err(refusal) = control::unmount(&point, device, controller, RETRY_TIME) {
-            return report_error(1, self.json, &refusal.to_string());
-        }
-        // The memory becomes free only when the controller has ended. A stopped controller does not end.
-        let begun = std::time::Instant::now();
-        if let RequestOutcome::Refused(why) = &outcome {
-            print_message(&format!("{} is unmounted, but its memory stays in use: {why}", point.display()));
-        }
-        let is_awaited = !matches!(outcome, RequestOutcome::Refused(_));
-        while is_awaited
-            && !mounting::is_mounted(device)
-            && mounting::is_controlled(device)
-            && begun.elapsed() < UNMOUNT_RETRY_TIME
-        {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        mounting::remove_leftovers(device);
-        let mount_points: Vec<_> =
-            mounting::mount_points(device).iter().map(|point| point.display().to_string()).collect();
+        let mount_points: Vec<_> = mount_points.iter().map(|point| point.display().to_string()).collect();
         let written = if self.json {
             print_line(&json!({ "unmounted": point.to_string_lossy(), "still_mounted": mount_points }).to_string())
         } else if mount_points.is_empty() {

@@ -178,13 +178,15 @@ fn systemd_accepts_the_units() {
     for (file, unit) in [
         ("pagemill-mount@.service", "pagemill-mount@mnt-ram.service"),
         ("pagemill-metrics.service", "pagemill-metrics.service"),
+        ("pagemill-docker.service", "pagemill-docker.service"),
     ] {
         let text = fs::read_to_string(contrib.join(file)).unwrap();
         // systemd looks up the command in its own list of folders, in which it may not be installed here.
         let with_path = text.replace("ExecStart=pagemill ", &format!("ExecStart={PAGEMILL} "));
         assert_ne!(with_path, text, "{file}");
         // The manual pages of the command may not be installed here, either.
-        let with_path = with_path.replace("Documentation=man:pagemill-metrics(1)\n", "");
+        let is_page_of_ours = |line: &&str| line.starts_with("Documentation=man:pagemill");
+        let with_path: String = with_path.split_inclusive('\n').filter(|line| !is_page_of_ours(line)).collect();
         let path = place.path(unit);
         fs::write(&path, with_path).unwrap();
         let mut command = place.command("systemd-analyze");

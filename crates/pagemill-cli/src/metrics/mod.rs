@@ -1,11 +1,12 @@
 //! `pagemill metrics`: all counters as text for monitoring systems. `pagemill run --metrics` and `pagemill mount
 //! --metrics` publish the metrics of one process tree or of one mount while they run.
 
-mod http;
 mod mounts;
+mod pages;
 mod processes;
 
 use crate::fail;
+use crate::http::{self, Limits};
 use pagemill_core::metrics::{self, Exposition, Format};
 use pagemill_core::published;
 use pagemill_tmpfs::mounting;
@@ -31,6 +32,9 @@ const FILE_INTERVAL_SECONDS: u32 = 10;
 
 /// Number of processes with samples of their own, if the user sets none.
 const DEFAULT_PROCESSES: usize = 20;
+
+/// Bounds of the server. No page needs a body.
+const SERVER_LIMITS: Limits = Limits { clients: 8, body_bytes: 0 };
 
 /// Host of an address that consists of a port.
 const DEFAULT_HOST: &str = "127.0.0.1";
@@ -209,7 +213,8 @@ impl Publisher {
             OpenTarget::Listener(listener) => {
                 let source = Mutex::new(source);
                 let page = |format| source.lock().unwrap_or_else(PoisonError::into_inner).text(format);
-                if let Err(error) = http::serve(&listener, &stopped, &page) {
+                let respond = |request: &http::Request| pages::respond(request, &page);
+                if let Err(error) = http::serve(&listener, &stopped, SERVER_LIMITS, &respond) {
                     print_message(&format!("the metrics are not served any more: {error}"));
                 }
             }
