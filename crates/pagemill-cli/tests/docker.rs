@@ -357,6 +357,28 @@ fn volumes_outlive_the_plugin() {
     assert_eq!(plugin.names().len(), 0);
 }
 
+/// The program in docs/docker.md must get all its batches through a volume that is mounted on `/dev/shm`, and leave no
+/// file there.
+#[test]
+fn data_loaders_use_a_volume_as_shared_memory() {
+    if common::is_missing("python3") {
+        return;
+    }
+    let Some(plugin) = Plugin::new() else { return };
+    let docs = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/docker.md")).unwrap();
+    let (_, program) = docs.split_once("```python\n").unwrap();
+    fs::write(plugin.place.path("loader.py"), program.split_once("```").unwrap().0).unwrap();
+    plugin.succeed("VolumeDriver.Create", &json!({ "Name": "shm", "Opts": { "size": "512M" } }));
+    plugin.succeed("VolumeDriver.Mount", &json!({ "Name": "shm", "ID": "loader" }));
+    let mut command = plugin.place.command("unshare");
+    let script = format!("mount --bind {} /dev/shm && exec python3 loader.py", plugin.point("shm").display());
+    command.args(["-m", "sh", "-c", &script]);
+    let end = finish(command, TIMEOUT);
+    end.assert_success();
+    assert_eq!(end.out, "12 batches\n", "{}", end.err);
+    assert_eq!(fs::read_dir(plugin.point("shm")).unwrap().count(), 0);
+}
+
 /// Without privileges, and at a path that is not a socket, the plugin must end with a message.
 #[test]
 fn a_plugin_that_cannot_serve_says_why() {
