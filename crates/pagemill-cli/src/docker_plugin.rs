@@ -13,16 +13,23 @@ use crate::http::{self, Limits};
 use rustix::fs::Mode;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 use volumes::Volumes;
 
 /// Bounds of the server. A body has a name, an identifier and the options of a volume.
 const SERVER_LIMITS: Limits = Limits { clients: 64, body_bytes: 64 << 10 };
+
+/// Interval at which the plugin checks whether each volume has a controller.
+const CONTROLLER_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// A volume is created by `docker volume create -d pagemill -o size=1G NAME`. Its options are `size` and `mode` of
 /// `pagemill mount`, and `volatile` and `huge` of `pagemill mark`, which apply to all files of the volume that have no
@@ -60,15 +67,20 @@ impl DockerPlugin {
         if !rustix::process::geteuid().is_root() {
             return Err("mounting the volumes needs root privileges".to_owned());
         }
-        let volumes = Volumes::open(&self.dir)?;
+        let volumes = Arc::new(Volumes::open(&self.dir)?);
         let socket = Socket::bind(&self.socket)?;
         let (stop, stopped) = UnixStream::pair().map_err(|error| format!("no socket can be made: {error}"))?;
         let end_at_signal = move |mut signals: Signals| {
             signals.forever().next();
             drop(stop);
         };
-        let spawned = std::thread::Builder::new().name("signals".into()).spawn(move || end_at_signal(signals));
-        spawned.map_err(|error| format!("no thread can be started: {error}"))?;
+        let watched = volumes.clone();
+        let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
+            let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
+            spawned.map_err(|error| format!("no thread can be started: {error}"))
+        };
+        spawn("signals", Box::new(move || end_at_signal(signals)))?;
+        spawn("controllers", Box::new(move || watch_controllers(&watched)))?;
         let (path, count) = (self.socket.display(), volumes.count());
         let _ = writeln!(io::stdout(), "serving Docker at {path}, volumes: {count}; Ctrl-C ends the plugin");
         let _ = io::stdout().flush();
@@ -77,6 +89,15 @@ impl DockerPlugin {
         let served = http::serve(&socket.listener, &stopped, SERVER_LIMITS, &respond);
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         served.map_err(|error| format!("{path} cannot be served: {error}"))
+    }
+}
+
+/// Starts controllers for volumes that have lost theirs, until the process ends.
+fn watch_controllers(volumes: &Volumes) {
+    let mut failed = BTreeSet::new();
+    loop {
+        thread::sleep(CONTROLLER_CHECK_INTERVAL);
+        volumes.replace_controllers(&mut failed);
     }
 }
 

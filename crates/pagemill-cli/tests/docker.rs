@@ -350,6 +350,11 @@ fn volumes_outlive_the_plugin() {
 
     plugin.restart();
     assert_eq!(plugin.status("gone")["containers"], 1);
+    // A plugin that runs notices that a controller was killed, also without a request.
+    let before = plugin.controller("kept").unwrap();
+    assert!(shell(&format!("kill -s KILL {before}")).success());
+    common::await_end_of(&before.to_string());
+    wait_until("there is another controller", || plugin.controller("kept").is_some_and(|now| now != before));
     for (name, id) in [("kept", "container"), ("orphan", "container"), ("gone", "new")] {
         plugin.succeed("VolumeDriver.Unmount", &json!({ "Name": name, "ID": id }));
         plugin.succeed("VolumeDriver.Remove", &json!({ "Name": name }));

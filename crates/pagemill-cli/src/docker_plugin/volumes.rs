@@ -232,6 +232,23 @@ impl Volumes {
         self.lock().iter().map(|(name, record)| self.describe(name, record)).collect()
     }
 
+    /// Starts controllers for mounts that have lost theirs. Reports a volume once for which that fails: `failed` has the
+    /// names of those that were reported.
+    pub fn replace_controllers(&self, failed: &mut BTreeSet<String>) {
+        for (name, record) in self.lock().iter_mut() {
+            let lost = |device: u64| !mounting::is_controlled(device);
+            let replaced = match self.mounted_device(name) {
+                Ok(device) if device.is_some_and(lost) => self.ensure_mounted(name, record),
+                result => result.map(drop),
+            };
+            match replaced {
+                Ok(()) => drop(failed.remove(name)),
+                Err(why) if failed.insert(name.clone()) => report_no_controller(name, &why),
+                Err(_) => {}
+            }
+        }
+    }
+
     fn describe(&self, name: &str, record: &Record) -> Result<Volume, String> {
         let point = self.mount_point(name);
         let mounted = match self.mounted_device(name)? {
@@ -318,7 +335,7 @@ impl Volumes {
         if self.mounted_device(name)?.is_some()
             && let Err(why) = self.ensure_mounted(name, &mut record)
         {
-            print_message(&format!("volume {name} has no controller, so none of its files is purged: {why}"));
+            report_no_controller(name, &why);
         }
         Ok(Some(record))
     }
@@ -336,6 +353,10 @@ impl Volumes {
         ignore_missing(fs::remove_file(folder.join(RECORD_NAME)))?;
         ignore_missing(fs::remove_dir(&folder))
     }
+}
+
+fn report_no_controller(name: &str, why: &str) {
+    print_message(&format!("volume {name} has no controller, so none of its files is purged: {why}"));
 }
 
 fn missing(name: &str) -> String {
