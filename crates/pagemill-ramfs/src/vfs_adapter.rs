@@ -172,6 +172,7 @@ impl FileSystem for RamFs {
 }
 
 #[cfg(all(test, not(shuttle)))]
+#[allow(clippy::useless_vec)] // in the tests of the crate vfs
 mod tests {
     use super::*;
 
