@@ -27,6 +27,17 @@ pub const RETURN_CAUSES: [(Counter, &str); 9] = [
     (Counter::Taken, "kernel"),
 ];
 
+/// The counters of purged volatile bytes, each with the reason in a word, as in [`RETURN_CAUSES`]. Their sum is the
+/// counter [`Counter::RangeBytesPurged`].
+pub const PURGE_CAUSES: [(Counter, &str); 6] = [
+    (Counter::PurgedForProgram, "program"),
+    (Counter::PurgedForSibling, "sibling"),
+    (Counter::PurgedForLimit, "limit"),
+    (Counter::PurgedForGroup, "group"),
+    (Counter::PurgedForMachine, "machine"),
+    (Counter::PurgedForStall, "stall"),
+];
+
 /// A running process and its statistics.
 #[derive(Clone)]
 pub struct Process {

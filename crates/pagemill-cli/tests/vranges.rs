@@ -75,7 +75,7 @@ fn a_child_that_only_marks_is_listed() {
 }
 
 /// A preloaded program in a process tree exceeds its limit. The list must show as many purged bytes as the program
-/// learns when it unmarks its ranges.
+/// learns when it unmarks its ranges, and `vmstat` must count these bytes as purged for the limit.
 #[test]
 fn a_preloaded_program_is_listed() {
     const LEN: u64 = 16 * MIB;
@@ -96,6 +96,12 @@ fn a_preloaded_program_is_listed() {
     assert_eq!([sum(&foreign, "size"), sum(&foreign, "purged_bytes")], [LEN, 0]);
     assert_eq!(list["totals"]["size"], 3 * LEN);
     assert_eq!(list["totals"]["purged_bytes"], LEN + sum(&new, "purged_bytes"));
+    let mut vmstat = place.command(PAGEMILL);
+    vmstat.arg("vmstat").arg(holder.pid().to_string()).args(["--json", "--all"]);
+    let counters: Value = serde_json::from_str(&finish(vmstat, TIMEOUT).out).unwrap();
+    assert_eq!(counters["range_bytes_purged"], list["totals"]["purged_bytes"]);
+    assert_eq!(counters["purged_for_limit"], list["totals"]["purged_bytes"], "{counters}");
+    assert_eq!(counters["purged_for_program"], 0, "{counters}");
     let is_new_purged = u64::from(sum(&new, "purged_bytes") > 0);
     let text = finish_answered(|| vranges(&place, holder.pid(), &[]));
     text.assert_success();

@@ -7,6 +7,7 @@ mod common;
 use common::{EPOCH_DISTANCE, assert_in_child, exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::reclaim::{Shrinker, Urgency, Which};
+use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_testbed::Testbed;
 use pagemill_volatile::{Behaviour, Contents, VolatileBuf, VolatileCache};
@@ -376,9 +377,12 @@ fn the_helper_thread_wakes_for_the_first_range() {
 }
 
 /// An allocation would exceed the memory limit while ranges are volatile. Ranges must be purged, and the allocation
-/// must succeed.
+/// must succeed. The limit must be counted as the reason.
 #[test]
 fn volatile_ranges_are_purged_over_a_limit() {
+    let _exclusive = exclusive_test();
+    let purged = || [Counter::RangeBytesPurged, Counter::PurgedForLimit].map(stats::get);
+    let before = purged();
     let limited = Testbed::new(pagemill_core::arena::Layout::for_test(), 64 << 20).unwrap();
     let mut ranges = Vec::new();
     for byte in 0..64 {
@@ -389,6 +393,8 @@ fn volatile_ranges_are_purged_over_a_limit() {
     }
     let kept = ranges.iter().filter(|range| range.pin().unwrap().contents() == Contents::Kept).count();
     assert!((8..=16).contains(&kept), "{kept} of 16 that fit");
+    let bytes = ((64 - kept) * 4 * MIB) as u64;
+    assert_eq!(purged(), before.map(|before| before + bytes));
     // Nonvolatile ranges may not be purged for an allocation, so the allocation must fail.
     ranges.clear();
     let error = loop {

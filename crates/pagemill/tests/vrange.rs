@@ -9,14 +9,51 @@ mod common;
 use area::{Area, marked, purge, vrange};
 use common::{EPOCH_DISTANCE, assert_in_child, exclusive_test, pagemill};
 use pagemill_core::Error;
-use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::arena::Context;
+use pagemill_core::reclaim::{Reason, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_volatile::Behaviour;
 use pagemill_volatile::vrange::{How, Mode};
 use proptest::prelude::*;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
+
+/// Returns the number of volatile bytes purged so far, and the numbers by reason.
+fn purged_bytes() -> (u64, [u64; 6]) {
+    let of_reason = |reason: Reason| stats::get(reason.purge_counter().unwrap());
+    (stats::get(Counter::RangeBytesPurged), PURGE_REASONS.map(of_reason))
+}
+
+/// The reasons for which contents are purged.
+const PURGE_REASONS: [Reason; 6] =
+    [Reason::Program, Reason::Limit, Reason::Group, Reason::Machine, Reason::Sibling, Reason::Stall];
+
+/// Purges a range with a handle and memory marked by address for each reason. Only the counter of that reason and the
+/// sum must grow, by the bytes that were purged. No contents may be purged when memory is returned by age.
+#[test]
+fn purges_are_counted_by_reason() {
+    let _exclusive = exclusive_test();
+    let area = Area::plain(64, 1);
+    for (at, reason) in PURGE_REASONS.into_iter().enumerate() {
+        let mut range = pagemill().ranges.allocate(BLOCK_BYTES / 2, Behaviour::Full).unwrap();
+        range.bytes_mut().unwrap().fill(1);
+        range.mark().unwrap();
+        area.fill(1);
+        area.mark(0, area.pages());
+        let (before, mut expected) = (purged_bytes(), purged_bytes());
+        pagemill().account.give_aged(u64::MAX, Duration::ZERO);
+        assert_eq!(purged_bytes(), before, "contents never return by age");
+        pagemill().account.give_back(u64::MAX, Context::Outside, Urgency::Limit, reason);
+        let bytes = (BLOCK_BYTES / 2 + area.len) as u64;
+        expected.0 += bytes;
+        expected.1[at] += bytes;
+        assert_eq!(purged_bytes(), expected, "{reason:?}");
+        assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
+    }
+    assert_eq!([Reason::Age, Reason::New].map(Reason::purge_counter), [None; 2]);
+}
 
 /// Without memory pressure, no marked memory may change. Under pressure, marked memory must be purged, and the unmark
 /// must report the purge. Other memory must not change.

@@ -5,7 +5,7 @@ use super::rows::{HISTORY_LEN, Kind, Row};
 use crate::meminfo::{GIVEABLE_COUNTERS, OTHER_COUNTERS, RESIDENT_PARTS};
 use crate::plot;
 use crate::slabinfo::table::{self, Style as TableStyle};
-use crate::statistics::{RETURN_CAUSES, age_text, giveable_bytes, needed_bytes, resident_bytes};
+use crate::statistics::{PURGE_CAUSES, RETURN_CAUSES, age_text, giveable_bytes, needed_bytes, resident_bytes};
 use pagemill_core::stats::{Counter, CounterKind, TABLE, Unit};
 use pagemill_core::units::Bytes;
 use ratatui::style::{Color, Modifier, Style};
@@ -39,7 +39,8 @@ pub fn lines(app: &App, width: usize) -> Vec<Line<'static>> {
     };
     add("Memory", memory_rows(row));
     add("Limits", limit_rows(app, row));
-    add("Returned to the system", returned_rows(row));
+    add("Returned to the system", cause_rows(row, &RETURN_CAUSES));
+    add("Purged volatile memory", cause_rows(row, &PURGE_CAUSES));
     add("Counters since the start", counter_rows(row));
     lines.extend(caches(app, row, width));
     lines
@@ -130,9 +131,10 @@ fn limit_rows(app: &App, row: &Row) -> Vec<(String, String, String)> {
     rows
 }
 
-fn returned_rows(row: &Row) -> Vec<(String, String, String)> {
-    let causes = RETURN_CAUSES.iter().filter(|(counter, _)| row.figures.get(*counter) > 0);
-    causes
+/// Returns a row for each counter of a cause that is not 0.
+fn cause_rows(row: &Row, causes: &[(Counter, &str)]) -> Vec<(String, String, String)> {
+    let shown = causes.iter().filter(|(counter, _)| row.figures.get(*counter) > 0);
+    shown
         .map(|(counter, word)| {
             let meaning = TABLE[*counter as usize].meaning;
             text_row(&format!("for {word}"), Bytes(row.figures.get(*counter)).to_string(), meaning)
@@ -141,7 +143,7 @@ fn returned_rows(row: &Row) -> Vec<(String, String, String)> {
 }
 
 fn counter_rows(row: &Row) -> Vec<(String, String, String)> {
-    let is_cause = |counter: Counter| RETURN_CAUSES.iter().any(|(cause, _)| *cause == counter);
+    let is_cause = |counter: Counter| RETURN_CAUSES.iter().chain(&PURGE_CAUSES).any(|(cause, _)| *cause == counter);
     let shown = TABLE.iter().filter(|of| {
         let is_count = of.kind == CounterKind::Sum || (of.kind == CounterKind::Gauge && of.unit == Unit::Count);
         is_count && row.figures.get(of.counter) > 0 && !is_cause(of.counter)

@@ -3,7 +3,9 @@
 use super::app::App;
 use super::rows::{Kind, Rates, Row};
 use crate::columns::short_bytes;
-use crate::statistics::{RETURN_CAUSES, giveable_bytes, needed_bytes, process_count_text, resident_bytes};
+use crate::statistics::{
+    PURGE_CAUSES, RETURN_CAUSES, giveable_bytes, needed_bytes, process_count_text, resident_bytes,
+};
 use pagemill_core::stats::{Counter, Snapshot};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
@@ -145,17 +147,14 @@ fn title_line(app: &App, sums: &Sums) -> Line<'static> {
 fn returned_line(sums: &Sums) -> Line<'static> {
     let mut spans = vec![Span::styled(format!("{:<LABEL_WIDTH$}", "Returned"), LABEL)];
     spans.push(Span::styled(format!("{}/s", short_bytes(sums.rates.returned)), STRONG));
-    let mut causes: Vec<(u64, &str)> =
-        RETURN_CAUSES.iter().map(|(counter, word)| (sums.figures.get(*counter), *word)).collect();
-    causes.retain(|(bytes, _)| *bytes > 0);
-    causes.sort_by_key(|(bytes, _)| u64::MAX - bytes);
+    let causes = causes_text(&RETURN_CAUSES, &sums.figures);
     if !causes.is_empty() {
-        let words: Vec<String> = causes.iter().map(|(bytes, word)| format!("{word} {}", short_bytes(*bytes))).collect();
-        spans.push(Span::raw(format!("  so far for {}", words.join(", "))));
+        spans.push(Span::raw(format!("  so far for {causes}")));
     }
     let purged = sums.figures.get(Counter::RangeBytesPurged);
     if purged > 0 {
-        spans.push(Span::styled(format!("  purged {}", short_bytes(purged)), VOLATILE));
+        let causes = causes_text(&PURGE_CAUSES, &sums.figures);
+        spans.push(Span::styled(format!("  purged {} ({causes})", short_bytes(purged)), VOLATILE));
     }
     if sums.rates.read.max(sums.rates.written) > 0 {
         let (read, written) = (short_bytes(sums.rates.read), short_bytes(sums.rates.written));
@@ -165,6 +164,15 @@ fn returned_line(sums: &Sums) -> Line<'static> {
         spans.push(Span::raw(format!("  small programs {}", short_bytes(sums.small_bytes))));
     }
     Line::from(spans)
+}
+
+/// Returns the causes with the bytes of each, the most important first. Causes without bytes are left out.
+fn causes_text(of: &[(Counter, &str)], figures: &Snapshot) -> String {
+    let mut causes: Vec<(u64, &str)> = of.iter().map(|(counter, word)| (figures.get(*counter), *word)).collect();
+    causes.retain(|(bytes, _)| *bytes > 0);
+    causes.sort_by_key(|(bytes, _)| u64::MAX - bytes);
+    let words: Vec<String> = causes.iter().map(|(bytes, word)| format!("{word} {}", short_bytes(*bytes))).collect();
+    words.join(", ")
 }
 
 fn volatile_bytes(figures: &Snapshot) -> u64 {

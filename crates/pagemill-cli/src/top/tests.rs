@@ -28,7 +28,8 @@ fn usage(pid: u32, name: &str, parent_pid: u32, cpu_ticks: u64) -> Usage {
     Usage { identity: identity(pid), name: bytes, parent_pid, cpu_ticks, threads: 1, resident_bytes: 3 * MIB }
 }
 
-/// Returns a process that holds slots of `mib`, a quarter of them free, and has returned `returned_mib` by age.
+/// Returns a process that holds slots of `mib`, a quarter of them free. It has returned `returned_mib` by age, and
+/// purged as much for a control group.
 fn process(pid: u32, name: &str, run: Option<u32>, mib: u64, returned_mib: u64) -> ProcessSample {
     let mut sum = Snapshot::default();
     for (counter, bytes) in [
@@ -36,6 +37,8 @@ fn process(pid: u32, name: &str, run: Option<u32>, mib: u64, returned_mib: u64) 
         (Counter::Resident, mib * MIB),
         (Counter::HeapFree, mib * MIB / 4),
         (Counter::GivenForAge, returned_mib * MIB),
+        (Counter::RangeBytesPurged, returned_mib * MIB),
+        (Counter::PurgedForGroup, returned_mib * MIB),
     ] {
         sum.set(counter, bytes);
     }
@@ -237,6 +240,15 @@ fn keys_do_what_they_do_in_top() {
     assert_eq!([app.press(control('c')), app.press(control('z'))], [Effect::Quit, Effect::Suspend]);
 }
 
+/// The lines above the table have the returned and the purged memory, with their causes.
+#[test]
+fn causes_are_shown_above_the_table() {
+    let mut app = app();
+    app.take_sample(usual_sample(Instant::now(), 3));
+    let lines = drawn(&mut app, 160, 50);
+    assert!(lines[3].contains("so far for age 3M  purged 3M (group 3M)"), "{lines:#?}");
+}
+
 /// The details have the figures and the plot of a process. They stay on the screen after the process has ended.
 #[test]
 fn details_stay_after_the_end() {
@@ -247,6 +259,7 @@ fn details_stay_after_the_end() {
     let text = drawn(&mut app, 100, 40).join("\n");
     assert!(text.starts_with("20 redis-server"), "{text}");
     assert!(text.contains("resident                 512 MiB") && text.contains("for age"), "{text}");
+    assert!(text.contains("Purged volatile memory") && text.contains("for group"), "{text}");
     assert!(text.contains("latest 2 samples") && text.contains("██"), "{text}");
     app.take_sample(sample(Instant::now(), Vec::new(), Vec::new()));
     assert!(drawn(&mut app, 100, 40)[1].contains("it has ended"));

@@ -336,7 +336,7 @@ impl Account {
     /// took back.
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
-        let freed = self.owners.give(want_bytes, context, urgency);
+        let freed = self.owners.give(want_bytes, context, urgency, reason);
         reason.record(want_bytes, freed);
         freed
     }

@@ -90,6 +90,20 @@ impl Reason {
         }
     }
 
+    /// Returns the counter of the volatile bytes that were purged for this reason. `None` for reasons for which contents
+    /// are never purged: age, and new memory.
+    pub fn purge_counter(self) -> Option<Counter> {
+        match self {
+            Self::Program => Some(Counter::PurgedForProgram),
+            Self::Limit => Some(Counter::PurgedForLimit),
+            Self::Group => Some(Counter::PurgedForGroup),
+            Self::Machine => Some(Counter::PurgedForMachine),
+            Self::Sibling => Some(Counter::PurgedForSibling),
+            Self::Stall => Some(Counter::PurgedForStall),
+            Self::Age | Self::New => None,
+        }
+    }
+
     /// Records that `freed` of `wanted` bytes were given back.
     fn record(self, wanted: u64, freed: u64) {
         let (counter, event) = self.counter_and_event();
@@ -177,6 +191,11 @@ pub trait Shrinker: Sync {
 
     /// Gives back up to about `want_bytes`. Returns the bytes that the kernel took back.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64;
+
+    /// As [`Shrinker::shrink`], for an owner that counts by reason what it gives back. Reclaim calls this function.
+    fn shrink_for(&self, want_bytes: u64, urgency: Urgency, _reason: Reason) -> u64 {
+        self.shrink(want_bytes, urgency)
+    }
 
     /// Gives back up to about `want_bytes` of memory that has been free and not reused for `age`, oldest first. Never
     /// drops contents. May be called nested if [`Shrinker::may_nest`] returns true.

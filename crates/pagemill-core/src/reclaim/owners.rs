@@ -10,7 +10,7 @@
 
 use super::aging::LeastOver;
 use super::governor::WORTHWHILE_BYTES;
-use super::{Cost, Shrinker, Urgency, Which};
+use super::{Cost, Reason, Shrinker, Urgency, Which};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
 use pagemill_sys::clock;
@@ -120,14 +120,14 @@ impl RegisteredOwner {
         if unused < WORTHWHILE_BYTES {
             return 0;
         }
-        let freed = self.call(|shrinker| shrinker.shrink(unused, Urgency::Request)).unwrap_or(0);
+        let freed = self.call(|shrinker| shrinker.shrink_for(unused, Urgency::Request, Reason::Age)).unwrap_or(0);
         self.least_giveable.take(freed);
         freed
     }
 
     /// Makes the owner give back `want_bytes` in steps, until a step frees less than requested. Returns the bytes
     /// freed.
-    fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
+    fn give(&self, want_bytes: u64, urgency: Urgency, reason: Reason) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         debug_assert!(want_bytes > 0, "the caller wants bytes");
         // The last attempt before a refusal waits: the thread inside may merely be stopped, or be waiting for a fork.
@@ -135,7 +135,8 @@ impl RegisteredOwner {
         let mut freed = 0_u64;
         while freed < want_bytes {
             let part = step.min(want_bytes - freed);
-            let given = self.call_within(timeout_ns, |shrinker| shrinker.shrink(part, urgency)).unwrap_or(0);
+            let given =
+                self.call_within(timeout_ns, |shrinker| shrinker.shrink_for(part, urgency, reason)).unwrap_or(0);
             freed = freed.saturating_add(given);
             if given < part {
                 break;
@@ -246,18 +247,18 @@ impl Owners {
     }
 
     /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
-    pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
-        self.collect(want_bytes, context, |owner, left| owner.give(left, urgency))
+    pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
+        self.collect(want_bytes, context, |owner, left| owner.give(left, urgency, reason))
     }
 
-    /// Makes the owners whose memory has contents that can be read again give back `want_bytes`. Returns the bytes
-    /// freed, as the owners report them.
+    /// Makes the owners whose memory has contents that can be read again give back `want_bytes`, because the program
+    /// requested it. Returns the bytes freed, as the owners report them.
     pub fn give_contents(&self, want_bytes: u64) -> u64 {
         let first = Cost::Contents as usize * 2 * SLOTS_PER_COST;
         let owners = &self.slots[first..first + 2 * SLOTS_PER_COST];
         owners.iter().fold(0, |given: u64, owner| match want_bytes.saturating_sub(given) {
             0 => given,
-            left => given.saturating_add(owner.give(left, Urgency::Limit)),
+            left => given.saturating_add(owner.give(left, Urgency::Limit, Reason::Program)),
         })
     }
 
@@ -351,11 +352,14 @@ mod tests {
     fn steps_are_bounded() {
         let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);
         let owners = owners_of(&[freeing]);
-        assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request), 1024 * MIB);
+        assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request, Reason::Program), 1024 * MIB);
         assert_eq!(freeing.calls.swap(0, Relaxed), 16);
         freeing.freed_per_call.store(3 * MIB, Relaxed);
-        assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request), 3 * MIB);
-        assert_eq!((freeing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
+        assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request, Reason::Program), 3 * MIB);
+        assert_eq!(
+            (freeing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request, Reason::Program)),
+            (1, 0)
+        );
     }
 
     /// An owner that panics must be counted and not called again. The next owner must free the memory.
@@ -365,7 +369,7 @@ mod tests {
         let owners = owners_of(&[failing, freeing]);
         let before = stats::get(Counter::OwnersFailed);
         for _ in 0..3 {
-            assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
+            assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request, Reason::Program), MIB);
         }
         assert_eq!((failing.calls.load(Relaxed), owners.giveable(Context::Outside)), (1, 2 * MIB));
         assert!(stats::get(Counter::OwnersFailed) > before);
@@ -376,7 +380,7 @@ mod tests {
     fn absurd_amounts_do_not_overflow() {
         let owners = owners_of(&[scripted_shrinker(u64::MAX, 0, false), scripted_shrinker(u64::MAX, u64::MAX, false)]);
         assert_eq!(owners.giveable(Context::Outside), u64::MAX);
-        assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
+        assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit, Reason::Program), MIB);
     }
 
     /// While a thread is blocked inside a call, other threads must skip that owner. After the call has returned, the
@@ -387,17 +391,17 @@ mod tests {
         let owners = owners_of(&[stuck, freeing]);
         stuck.entry.acquire();
         std::thread::scope(|scope| {
-            scope.spawn(|| owners.give(MIB, Context::Outside, Urgency::Request));
+            scope.spawn(|| owners.give(MIB, Context::Outside, Urgency::Request, Reason::Program));
             while stuck.calls.load(Relaxed) == 0 {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
             owners.slots[2 * SLOTS_PER_COST].progress_ns.store(clock::fine_ns() - BLOCKED_AFTER_NS - 1, Relaxed);
-            assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
+            assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request, Reason::Program), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
         });
-        assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
+        assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request, Reason::Program), MIB);
         assert_eq!(stuck.calls.load(Relaxed), 2, "the call has returned");
     }
 
@@ -414,7 +418,7 @@ mod tests {
         own.iter().for_each(|shrinker| owners.register(*shrinker));
         assert_eq!(owners.giveable(Context::Outside), 2 * SLOTS_PER_COST as u64 * MIB);
         assert_eq!(
-            owners.give(SLOTS_PER_COST as u64 * MIB, Context::Outside, Urgency::Request),
+            owners.give(SLOTS_PER_COST as u64 * MIB, Context::Outside, Urgency::Request, Reason::Program),
             SLOTS_PER_COST as u64 * MIB
         );
         let calls =

@@ -347,6 +347,18 @@ counters! {
     view_unmapped_for_limit: ViewUnmappedForLimit, Sum, Count;
     /// Sum of the ranges that views have locked in memory: part of `cache`. A range locked twice counts twice.
     view_locked: ViewLocked, Gauge, Bytes;
+    /// Part of `range_bytes_purged` that was purged because the limit of the process or of its tree was reached.
+    purged_for_limit: PurgedForLimit, Sum, Bytes;
+    /// Part of `range_bytes_purged` that was purged because a control group's limit was near.
+    purged_for_group: PurgedForGroup, Sum, Bytes;
+    /// Part of `range_bytes_purged` that was purged because the machine's memory was short.
+    purged_for_machine: PurgedForMachine, Sum, Bytes;
+    /// Part of `range_bytes_purged` that was purged because a sibling of the process tree requested memory.
+    purged_for_sibling: PurgedForSibling, Sum, Bytes;
+    /// Part of `range_bytes_purged` that was purged on request: by the program (malloc_trim), or by `pagemill trim`.
+    purged_for_program: PurgedForProgram, Sum, Bytes;
+    /// Part of `range_bytes_purged` that was purged because threads stalled on memory (PSI).
+    purged_for_stall: PurgedForStall, Sum, Bytes;
 }
 
 /// The counters of memory that could be given back at once. Their sum is [`Snapshot::giveable_bytes`](super::Snapshot::giveable_bytes).

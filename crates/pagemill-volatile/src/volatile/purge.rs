@@ -15,7 +15,7 @@ use super::word::{RangePhase, SeenWord, age};
 use super::{MIN_CLASS_BYTES, OWN_SLOT_CLASS, RangeEntry, Ranges, current_epoch};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::governor::WORTHWHILE_BYTES;
-use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Reason, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, AtomicU64, Guarded, Relaxed};
 use pagemill_core::trace::{self, Event};
@@ -90,15 +90,19 @@ impl Shrinker for Ranges {
             if freed >= want_bytes {
                 break;
             }
-            freed += self.purge(number, seen.epoch()).unwrap_or(0);
+            freed += self.purge(number, seen.epoch(), Reason::Age).unwrap_or(0);
         }
         self.purger.unused.take(freed);
         Some(freed)
     }
 
-    fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
+    fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
+        self.shrink_for(want_bytes, urgency, Reason::Program)
+    }
+
+    fn shrink_for(&self, want_bytes: u64, _urgency: Urgency, reason: Reason) -> u64 {
         let mut queue = self.purger.queue.lock();
-        queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), |queue| self.fill_queue(queue))
+        queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch, reason), |queue| self.fill_queue(queue))
     }
 
     fn measure(&self) {
@@ -152,14 +156,19 @@ impl Ranges {
 
     /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the
     /// bytes that the kernel took; `None` if nothing was purged.
-    fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
+    fn purge(&self, number: u32, epoch: u32, reason: Reason) -> Option<u64> {
         let entry = self.entry(number);
         let (seen, begun) = (entry.word.load(), current_epoch());
+        // The program may have allocated and marked an entry that was free when the caller saw it.
+        let has_contents = seen.phase() != RangePhase::Free;
+        if has_contents && reason.purge_counter().is_none() {
+            return None;
+        }
         if self.giveable_bytes_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
-        if seen.phase() == RangePhase::Free {
+        if !has_contents {
             let freed = self.discard(entry, addr, addr + entry.address_bytes());
             // Even if the kernel refused, the entry counts as without memory until its next use.
             entry.word.finish(true, epoch);
@@ -174,7 +183,7 @@ impl Ranges {
         if left == kept {
             return None;
         }
-        note_purged(addr, kept - left);
+        note_purged(addr, kept - left, reason);
         Some(freed)
     }
 
@@ -240,10 +249,15 @@ impl Ranges {
     }
 }
 
-/// Counts and traces a purge of `bytes` bytes of a range, whether these bytes were resident or not.
-pub(super) fn note_purged(addr: usize, bytes: usize) {
+/// Counts and traces a purge of `bytes` bytes of a range for `reason`, whether these bytes were resident or not.
+pub(super) fn note_purged(addr: usize, bytes: usize, reason: Reason) {
+    let of_reason = reason.purge_counter();
+    debug_assert!(of_reason.is_some(), "no contents are purged for {reason:?}");
     stats::add(Counter::RangesPurged, 1);
     stats::add(Counter::RangeBytesPurged, bytes as u64);
+    if let Some(counter) = of_reason {
+        stats::add(counter, bytes as u64);
+    }
     trace::event(Event::RangePurged, addr as u64, bytes as u64);
 }
 

@@ -15,7 +15,7 @@ use super::residents::ResidentBytes;
 use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::age;
 use pagemill_core::arena::block::Backing;
-use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Reason, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::maps::Maps;
@@ -55,12 +55,16 @@ impl Shrinker for Vranges {
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        if self.giveable_bytes.load(Relaxed) == 0 {
+        self.shrink_for(want_bytes, urgency, Reason::Program)
+    }
+
+    fn shrink_for(&self, want_bytes: u64, urgency: Urgency, reason: Reason) -> u64 {
+        if self.giveable_bytes.load(Relaxed) == 0 || reason.purge_counter().is_none() {
             return 0;
         }
         let mut queue = self.queue.lock();
         let Some(request) = self.new_request(urgency) else { return 0 };
-        let purge = |addr, epoch| self.purge(&request, addr as usize, epoch);
+        let purge = |addr, epoch| self.purge(&request, addr as usize, epoch, reason);
         queue.purge(want_bytes, purge, |queue| self.fill_queue(&request, queue))
     }
 
@@ -170,13 +174,14 @@ impl Vranges {
 
     /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked
     /// after `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
-    fn purge(&self, request: &PurgeRequest, addr: usize, epoch: u32) -> Option<u64> {
+    fn purge(&self, request: &PurgeRequest, addr: usize, epoch: u32, reason: Reason) -> Option<u64> {
         let mut freed = None;
         loop {
             let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
             let taken = self.discard(request, &piece, mark.is_strict);
             self.finish(addr, &piece, mark, taken);
             if let Some(bytes) = taken.freed {
+                note_purged(piece.start, piece.len(), reason);
                 freed = Some(freed.unwrap_or(0) + bytes);
             }
             if mark.how == How::Partial || piece.start == addr || !taken.is_all {
@@ -232,9 +237,6 @@ impl Vranges {
             }
             self.publish_sums(table);
         });
-        if has_gone {
-            note_purged(piece.start, piece.len());
-        }
     }
 
     /// Discards the pages of a claimed piece. For a strict mark, also installs guards on them.
