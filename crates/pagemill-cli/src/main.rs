@@ -12,6 +12,7 @@ mod doctor;
 mod drop_caches;
 mod elf;
 mod http;
+mod huge;
 mod kernel_limit;
 mod limit;
 mod manual;
@@ -77,6 +78,8 @@ enum Command {
     Metrics(metrics::Metrics),
     /// Make a process drop clean pages of its page caches and shrink its slab caches, and show how much it returned.
     DropCaches(drop_caches::DropCaches),
+    /// Show or set whether a running process, or a mounted tmpfs, gets huge pages from now on.
+    Huge(huge::Huge),
     /// List the volatile ranges of a running process: their state, purged bytes and age.
     Vranges(vranges::Vranges),
     /// Show the slab caches of running processes and their free memory; shrink the caches, or set their ratios.
@@ -153,6 +156,7 @@ fn main() -> ExitCode {
         Command::Trim(trim) => trim.main(),
         Command::Metrics(metrics) => metrics.main(),
         Command::DropCaches(drop_caches) => drop_caches.main(),
+        Command::Huge(huge) => huge.main(),
         Command::Vranges(vranges) => vranges.main(),
         Command::Slabinfo(slabinfo) => slabinfo.main(),
         Command::Mount(mount) => mount.main(),

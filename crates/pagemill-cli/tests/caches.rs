@@ -5,7 +5,7 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::{PAGEMILL, TIMEOUT, TestFolder, finish, walk};
-use pagemill_cache::mapping::{PageCache, Usage};
+use pagemill_cache::{Always, Never, PageCache, Usage};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_store::MemoryStore;
 use pagemill_testbed::Testbed;
@@ -62,13 +62,36 @@ fn program() {
     print_usage_and_wait(&[&rows]);
 }
 
-fn as_program(mut command: Command) -> Command {
-    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(PROGRAM_VARIABLE, "1");
+/// Creates a file of two blocks in each of two caches before each step. The policy of the first cache chooses huge
+/// folios, that of the second small ones.
+#[test]
+#[ignore = "a program for other tests"]
+fn growing_program() {
+    if std::env::var_os(PROGRAM_VARIABLE).is_none() {
+        return;
+    }
+    let caches = Testbed::of_process().unwrap().caches;
+    caches.collapse_by_hand();
+    let huge = PageCache::builder("huge").limit(64 * MIB).policy(Always).build_in(caches).unwrap();
+    let small = PageCache::builder("small").limit(64 * MIB).policy(Never).build_in(caches).unwrap();
+    let mut files = Vec::new();
+    for _ in 0..4 {
+        for cache in [&huge, &small] {
+            let file = cache.create().unwrap();
+            file.write_at(&vec![1; 2 * BLOCK_BYTES], 0).unwrap();
+            files.push(file);
+        }
+        print_usage_and_wait(&[&huge, &small]);
+    }
+}
+
+fn as_program(mut command: Command, program: &str) -> Command {
+    command.args(["--exact", program, "--ignored", "--nocapture", "--test-threads=1"]).env(PROGRAM_VARIABLE, "1");
     command
 }
 
 fn start(place: &TestFolder) -> ObservedProgram {
-    ObservedProgram::start(as_program(place.command(std::env::current_exe().unwrap())))
+    ObservedProgram::start(as_program(place.command(std::env::current_exe().unwrap()), "program"))
 }
 
 fn command_output(place: &TestFolder, holder: &ObservedProgram, command: &str, options: &[&str]) -> String {
@@ -179,7 +202,8 @@ fn caches_are_shown_by_name() {
 #[test]
 fn caches_of_a_preloaded_program_are_shown() {
     let place = TestFolder::new();
-    let holder = ObservedProgram::start(as_program(place.pagemill_run(&[], std::env::current_exe().unwrap())));
+    let holder =
+        ObservedProgram::start(as_program(place.pagemill_run(&[], std::env::current_exe().unwrap()), "program"));
     let info = meminfo_until_answered(&place, &holder);
     assert_cache_rows_add_up(&info);
     assert_shows_printed_usage(&info, &["tiles", "rows of ? tables"], &holder.numbers[1..]);
@@ -232,6 +256,58 @@ fn clean_pages_are_dropped_on_request() {
     let none = finish(command, TIMEOUT);
     assert!(none.code() == 2 && none.err.contains("there is no process"), "{}", none.err);
     holder.end();
+}
+
+/// `huge PID` must change the folios that a running program gets from then on: none huge after `never`, all huge after
+/// `always`, and those that the policies choose after `auto`. Folios in use must stay. After `never`, the kernel must
+/// not make huge pages in the arena on its own (flag `nh`).
+#[test]
+fn huge_pages_of_a_running_program_are_switched() {
+    let place = TestFolder::new();
+    let command = as_program(place.command(std::env::current_exe().unwrap()), "growing_program");
+    let mut holder = ObservedProgram::start(command);
+    let switch = |holder: &ObservedProgram, when: &str| -> Value {
+        serde_json::from_str(&command_output(&place, holder, "huge", &[when, "--json"])).unwrap()
+    };
+    let settings = |answer: &Value| [&answer["before"], &answer["huge"]].map(|name| name.as_str().unwrap().to_owned());
+    // The usage of each cache has eight numbers; the first two are its huge and small bytes in use.
+    let held = |holder: &ObservedProgram| [1, 9].map(|at| [holder.numbers[at], holder.numbers[at + 1]]);
+    let block = BLOCK_BYTES as u64;
+    assert_eq!(held(&holder), [[2 * block, 0], [0, 2 * block]]);
+    assert!(command_output(&place, &holder, "huge", &[]).ends_with(": huge pages: auto\n"));
+    assert!(!arena_has_flag(holder.pid(), "nh"));
+
+    assert_eq!(settings(&switch(&holder, "never")), ["auto", "never"]);
+    assert!(arena_has_flag(holder.pid(), "nh"));
+    holder.run_next_step();
+    assert_eq!(held(&holder), [[2 * block, 2 * block], [0, 4 * block]]);
+
+    assert_eq!(settings(&switch(&holder, "always")), ["never", "always"]);
+    holder.run_next_step();
+    assert_eq!(held(&holder), [[4 * block, 2 * block], [2 * block, 4 * block]]);
+
+    assert_eq!(settings(&switch(&holder, "auto")), ["always", "auto"]);
+    holder.run_next_step();
+    assert_eq!(held(&holder), [[6 * block, 2 * block], [2 * block, 6 * block]]);
+    assert!(command_output(&place, &holder, "huge", &[]).ends_with(": huge pages: auto\n"));
+    let mut command = place.command(PAGEMILL);
+    command.arg("huge").arg(holder.pid().to_string()).arg("within_size");
+    let refused = finish(command, TIMEOUT);
+    assert!(refused.code() == 2 && refused.err.contains("a process has auto, always and never"), "{}", refused.err);
+    holder.end();
+}
+
+/// Returns whether a mapping of the process of at least 1 TiB has this flag.
+fn arena_has_flag(pid: u32, flag: &str) -> bool {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let mut is_large = false;
+    text.lines().any(|line| {
+        if let Some(size) = line.strip_prefix("Size:") {
+            is_large = size.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >= 1 << 30;
+        }
+        let flags = line.strip_prefix("VmFlags:").unwrap_or_default();
+        is_large && flags.split_whitespace().any(|word| word == flag)
+    })
 }
 
 /// The trace of a program has events of folios. Each such event must have the numbers of its file and its cache. The

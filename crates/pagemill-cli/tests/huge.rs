@@ -1,9 +1,11 @@
-//! `run --huge-advised` and `--no-huge`, and what `doctor` reports in a process with `--huge-advised`.
+//! `run --huge-advised` and `--no-huge`, what `doctor` reports in a process with `--huge-advised`, and `huge` of mounts.
 
 mod common;
 
-use common::{PAGEMILL, TIMEOUT, TestFolder, finish};
+use common::{PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root};
 use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Since Linux 6.18, the program must get huge pages in the memory for which it requests them (`MADV_HUGEPAGE`), and
 /// `doctor` must report nothing missing. On older kernels the option must be refused.
@@ -42,4 +44,66 @@ fn the_option_no_huge_forbids_huge_pages_in_the_arena() {
         }
     }
     assert!(count > 0, "no mapping of the arena: {}", end.out);
+}
+
+/// A tmpfs that is unmounted on drop.
+struct Tmpfs(PathBuf);
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+/// `huge` must show and change the option of a mounted tmpfs, for root only. It must refuse folders that are no mount
+/// points, file systems of other types, and settings of a process, and change nothing then.
+#[test]
+fn the_option_of_a_mount_is_switched() {
+    if !is_root() || is_missing("setpriv") {
+        return;
+    }
+    let place = TestFolder::new();
+    let ram = Tmpfs(place.path("ram"));
+    std::fs::create_dir(&ram.0).unwrap();
+    let status = Command::new("mount").args(["-t", "tmpfs", "-o", "size=8m", "none"]).arg(&ram.0).status().unwrap();
+    if !status.success() {
+        return println!("skipped: no tmpfs can be mounted");
+    }
+    let pagemill = |target: &Path, options: &[&str]| {
+        let mut command = place.command(PAGEMILL);
+        command.arg("huge").arg(target).args(options);
+        finish(command, TIMEOUT)
+    };
+    let setting = || {
+        let end = pagemill(&ram.0, &["--json"]);
+        end.assert_success();
+        serde_json::from_str::<Value>(&end.out).unwrap()["huge"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(setting(), "never");
+    for when in ["within_size", "advise", "always"] {
+        let end = pagemill(&ram.0, &[when]);
+        if end.err.contains("no huge pages for tmpfs") {
+            return println!("skipped: {}", end.err);
+        }
+        assert!(end.out.contains(&format!("huge pages: {when}, before: ")), "{}{}", end.out, end.err);
+        assert_eq!(setting(), when);
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let line = mounts.lines().find(|line| line.contains(ram.0.to_str().unwrap())).unwrap();
+        assert!(line.contains(&format!("huge={when}")) && line.contains("size=8192k"), "{line}");
+    }
+    let mut command = place.command("setpriv");
+    let other_user = ["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "huge"];
+    command.args(other_user).arg(&ram.0).arg("never");
+    let cases = [
+        (finish(command, TIMEOUT), "only root can change it"),
+        (pagemill(&ram.0, &["auto"]), "auto is a setting of a process"),
+        (pagemill(&place.path("."), &["never"]), "is no mount point"),
+        (pagemill(Path::new("/proc"), &["never"]), "is no tmpfs but proc"),
+        (pagemill(&place.path("missing"), &[]), "missing"),
+    ];
+    for (end, words) in cases {
+        assert!(end.code() == 2 && end.err.contains(words), "{words}: {}", end.err);
+    }
+    assert_eq!(setting(), "always");
+    assert!(pagemill(&ram.0, &["never"]).out.contains("huge pages: never, before: always"));
 }

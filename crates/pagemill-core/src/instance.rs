@@ -131,7 +131,7 @@ impl Instance {
     pub fn new(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let arena: &'static Arena = place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = place(Helper::new(account))?;
-        let control: &'static ControlEndpoint = place(ControlEndpoint::new(account))?;
+        let control: &'static ControlEndpoint = place(ControlEndpoint::new(account, arena))?;
         let responder: &'static StatsResponder = place(StatsResponder::new(control))?;
         stats::publish_arena_range(arena.addresses());
         account.set_helper(helper);

@@ -5,7 +5,7 @@ use pagemill_core::published;
 use pagemill_core::units::Bytes;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
-use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+use rustix::mount::{self, FsMountFlags, FsOpenFlags, FsPickFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
@@ -26,6 +26,8 @@ pub struct MountLine {
     pub point: PathBuf,
     pub kind: String,
     pub source: String,
+    /// Options of the file system, separated by commas.
+    options: String,
 }
 
 impl MountLine {
@@ -37,12 +39,20 @@ impl MountLine {
         let point = PathBuf::from(OsString::from_vec(unescape(words.nth(1)?)));
         words.find(|word| *word == b"-")?;
         let (kind, source) = (text(words.next()?), text(&unescape(words.next()?)));
-        Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source })
+        let options = text(words.next().unwrap_or_default());
+        Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source, options })
     }
 
     /// Returns the device number of the file system.
     pub fn device(&self) -> u64 {
         rustix::fs::makedev(self.device.0, self.device.1)
+    }
+
+    /// Returns the value of the option `huge` of a tmpfs; `None` for another file system. The kernel does not list the
+    /// value `never`.
+    pub fn huge_option(&self) -> Option<&str> {
+        let option = || self.options.split(',').find_map(|option| option.strip_prefix("huge="));
+        (self.kind == "tmpfs").then(|| option().unwrap_or("never"))
     }
 
     /// Returns whether Pagemill mounted this tmpfs.
@@ -83,6 +93,19 @@ fn mounts() -> io::Result<Vec<MountLine>> {
 /// Errors of reading `/proc`.
 pub fn mount_at(point: &Path) -> io::Result<Option<MountLine>> {
     Ok(mounts()?.into_iter().rfind(|line| line.point == point))
+}
+
+/// Sets the option `huge` of the tmpfs that is mounted at `point`: `always`, `within_size`, `advise` or `never`. Applies
+/// to memory that files get from now on, through all mounts of the file system.
+///
+/// # Errors
+///
+/// `EPERM` without `CAP_SYS_ADMIN` in the user namespace that mounted it; `EINVAL` if the kernel was built without huge
+/// pages for tmpfs; `ENOSYS` before Linux 5.2.
+pub fn set_huge_option(point: &Path, value: &str) -> io::Result<()> {
+    let context = mount::fspick(rustix::fs::CWD, point, FsPickFlags::FSPICK_CLOEXEC)?;
+    mount::fsconfig_set_string(context.as_fd(), "huge", value)?;
+    Ok(mount::fsconfig_reconfigure(context.as_fd())?)
 }
 
 fn device_numbers(device: u64) -> (u32, u32) {
@@ -616,8 +639,12 @@ mod tests {
     fn mount_lines_are_read() {
         let line = b"36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
         let line = MountLine::parse(line).unwrap();
+        assert_eq!(line.huge_option(), Some("never"));
         assert_eq!((line.device, line.point.to_str().unwrap(), line.is_ours()), ((0, 79), "/mnt/a b", true));
-        let other = MountLine::parse(b"36 35 0:79 / /tm\xff rw - tmpfs tmpfs rw").unwrap();
+        let other = MountLine::parse(b"36 35 0:79 / /tm\xff rw - tmpfs tmpfs rw,huge=within_size,inode64").unwrap();
+        assert_eq!(other.huge_option(), Some("within_size"));
+        let ext4 = MountLine::parse(b"36 35 0:79 / / rw - ext4 /dev/vda rw").unwrap();
+        assert_eq!(ext4.huge_option(), None);
         assert!(!other.is_ours() && MountLine::parse(b"nonsense").is_none());
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }

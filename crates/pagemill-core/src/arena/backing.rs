@@ -5,7 +5,7 @@
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, BlockState};
-use super::{Arena, Context, ExpectedUse};
+use super::{Arena, Context, ExpectedUse, HugeUse};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -284,7 +284,7 @@ impl Arena {
     /// Allows the kernel to use huge pages for the `len_bytes` from `addr` on.
     pub fn allow_huge(&self, addr: usize, len_bytes: usize) {
         debug_assert!((addr | len_bytes).is_multiple_of(BLOCK_BYTES), "huge pages are whole blocks");
-        if self.use_huge && len_bytes > 0 {
+        if self.use_huge && self.huge_use() != HugeUse::Never && len_bytes > 0 {
             mem::allow_huge(addr, len_bytes);
         }
     }
@@ -302,7 +302,7 @@ impl Arena {
         }
     }
 
-    /// Returns whether huge pages are used at all.
+    /// Returns whether the arena was created with huge pages ([`Layout::use_huge`](super::Layout::use_huge)).
     pub fn uses_huge(&self) -> bool {
         self.use_huge
     }

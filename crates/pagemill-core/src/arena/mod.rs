@@ -22,12 +22,14 @@
 pub mod backing;
 pub mod block;
 pub(crate) mod extents;
+mod huge_use;
 mod hugetlb;
 mod metadata;
 pub mod nodes;
 mod shared;
 mod software_pages;
 
+pub use huge_use::HugeUse;
 pub use hugetlb::Reserve;
 pub use metadata::{Table, Zeroed, place};
 
@@ -38,7 +40,7 @@ use crate::units::{BLOCK_BYTES, PageSize, os_pages_per_block};
 use block::{BlockState, BlockWord};
 use nodes::Nodes;
 use pagemill_sys::mem;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering::Relaxed};
 
 /// The locks that the caller of a request for memory holds.
 ///
@@ -266,7 +268,10 @@ pub struct Arena {
     pub page: PageSize,
     /// Whether a page fault can provide several OS pages of a software page (`software_pages`).
     has_advised_pages: bool,
+    /// Whether the arena was created with huge pages ([`Layout::use_huge`]).
     use_huge: bool,
+    /// The number of a [`HugeUse`].
+    huge_use: AtomicU8,
     huge_from_bytes: u64,
     /// Whether huge pages are allowed for `words` and `maps`.
     is_metadata_huge: AtomicBool,
@@ -305,6 +310,7 @@ impl Arena {
             page: layout.page,
             has_advised_pages: software_pages::can_be_advised(layout.page),
             use_huge: layout.use_huge,
+            huge_use: AtomicU8::new(HugeUse::Auto as u8),
             huge_from_bytes: layout.huge_from_bytes,
             is_metadata_huge: AtomicBool::new(false),
             prefault: AtomicUsize::new(0),
@@ -446,8 +452,8 @@ impl Arena {
     /// Returns whether a block may get a huge page before all of the block is needed. True if the part that is expected
     /// to stay unused is small compared to the resident bytes.
     pub fn may_take_huge(&self, expected_use: ExpectedUse) -> bool {
-        if !self.use_huge {
-            return false;
+        if !self.use_huge || self.huge_use() != HugeUse::Auto {
+            return self.use_huge && self.huge_use() == HugeUse::Always;
         }
         let resident = self.budget.room().0;
         let is_worth_it = resident >= self.huge_from_bytes;

@@ -6,18 +6,20 @@
 //!    0  u64  magic pm-ordr1
 //!    8  u32  request id
 //!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory, 5 move to another
-//!            memory node, 6 balance memory nodes, 7 drop contents
+//!            memory node, 6 balance memory nodes, 7 drop contents, 8 huge pages
 //!   16  u32  percent, for actions 2 and 3; for action 5 the source node in the low half, the target node in the high
-//!            half; else 0
+//!            half; for action 8 the number of a `HugeUse`, or 0 to change nothing; else 0
 //!   20  u32  set to 1 by the process when it accepts the command
 //!   24  u64  number of the cache; for action 4 the bytes to return
 //! ```
 //!
 //! The answer follows the command: a header (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64
 //! the field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and
-//! after; 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
+//! after; 32 and 40 u64 resident bytes before and after; 48 u32 `errno`; 52 u32 number of the `HugeUse` before, after
+//! action 8. The other bytes are zero.
 
 use super::{Record, bytes_of, u32_at, u64_at, word_of};
+use crate::arena::HugeUse;
 use crate::published::Subject;
 
 /// First word of the file of a command. It identifies the file format.
@@ -64,6 +66,8 @@ pub enum ControlCommand {
     Trim { want_bytes: u64 },
     /// Drops contents that can be read again, such as clean pages of cached files, and returns their memory.
     DropContents,
+    /// Sets which memory gets huge pages from now on; `None` only reports the setting ([`Outcome::huge_before`]).
+    Huge(Option<HugeUse>),
 }
 
 /// The outcome of a [`ControlCommand`], which the process that executed the command reports.
@@ -77,8 +81,10 @@ pub struct Outcome {
     pub shrunk: ShrinkReport,
     /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ENOSYS` if the process executes
     /// no commands on slab caches, `ECANCELED` if code of the program panicked, `EAGAIN` if too many commands wait or
-    /// no thread could be started.
+    /// no thread could be started, `EOPNOTSUPP` if the process was started without huge pages.
     pub errno: i32,
+    /// After [`ControlCommand::Huge`]: the setting before the command. Otherwise `None`.
+    pub huge_before: Option<HugeUse>,
 }
 
 /// Result of shrinking a slab cache on request of another process.
@@ -108,7 +114,7 @@ impl ControlCommand {
         match self {
             Self::Slab { cache, .. } => cache,
             Self::Trim { want_bytes } => want_bytes,
-            Self::DropContents => 0,
+            Self::DropContents | Self::Huge(_) => 0,
         }
     }
 
@@ -122,6 +128,7 @@ impl ControlCommand {
             Self::Slab { action: Action::Move { from, to }, .. } => (5, u32::from(from) | u32::from(to) << 16),
             Self::Slab { action: Action::Balance, .. } => (6, 0),
             Self::DropContents => (7, 0),
+            Self::Huge(wanted) => (8, wanted.map_or(0, |wanted| wanted as u32)),
         };
         bytes_of([MAGIC, word_of(number, action), word_of(detail, 0), self.target()])
     }
@@ -139,6 +146,8 @@ impl ControlCommand {
             5 => slab(Action::Move { from: detail as u16, to: (detail >> 16) as u16 }),
             6 => slab(Action::Balance),
             7 => Self::DropContents,
+            8 if detail == 0 => Self::Huge(None),
+            8 => Self::Huge(Some(HugeUse::from_number(detail)?)),
             _ => return None,
         };
         let is_command =
@@ -148,16 +157,22 @@ impl ControlCommand {
 }
 
 impl Outcome {
+    /// Returns the outcome of a command that was executed.
+    pub(super) fn of(command: ControlCommand, shrunk: ShrinkReport) -> Self {
+        Self { of: command.target(), shrunk, errno: 0, huge_before: None }
+    }
+
     /// Returns the outcome of a command that failed with the error number `errno`.
     pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
-        Self { of: command.target(), shrunk: ShrinkReport::default(), errno }
+        Self { errno, ..Self::of(command, ShrinkReport::default()) }
     }
 
     pub(super) fn to_record(self) -> [u8; Self::LEN] {
         let ShrinkReport { freed_bytes, moved, slabs_before, slabs_after, resident_before, resident_after } =
             self.shrunk;
-        let (slabs, errno) = (word_of(slabs_before, slabs_after), u64::from(self.errno as u32));
-        bytes_of([self.of, freed_bytes, moved, slabs, resident_before, resident_after, errno])
+        let huge_before = self.huge_before.map_or(0, |before| before as u32);
+        let (slabs, end) = (word_of(slabs_before, slabs_after), word_of(self.errno as u32, huge_before));
+        bytes_of([self.of, freed_bytes, moved, slabs, resident_before, resident_after, end])
     }
 }
 
@@ -174,7 +189,8 @@ impl Record for Outcome {
             resident_before: u64_at(bytes, 32),
             resident_after: u64_at(bytes, 40),
         };
-        Some(Self { of: u64_at(bytes, 0), shrunk, errno: i32::try_from(u32_at(bytes, 48)).ok()? })
+        let errno = i32::try_from(u32_at(bytes, 48)).ok()?;
+        Some(Self { of: u64_at(bytes, 0), shrunk, errno, huge_before: HugeUse::from_number(u32_at(bytes, 52)) })
     }
 }
 
@@ -212,6 +228,18 @@ mod tests {
         }
     }
 
+    /// Commands without a slab cache must be read as they were written. Another number of a setting must be rejected.
+    #[test]
+    fn commands_for_the_process_are_read_as_written() {
+        let settings = [None, Some(HugeUse::Auto), Some(HugeUse::Always), Some(HugeUse::Never)];
+        for command in settings.map(ControlCommand::Huge).into_iter().chain([ControlCommand::DropContents]) {
+            assert_eq!(ControlCommand::from_bytes(&command.to_bytes(5), 5), Some(command));
+        }
+        let mut bytes = ControlCommand::Huge(None).to_bytes(5);
+        bytes[16] = 4;
+        assert_eq!(ControlCommand::from_bytes(&bytes, 5), None);
+    }
+
     /// Writes an outcome into a record and parses it. The parsed outcome must equal the written one. An invalid record
     /// must be rejected.
     #[test]
@@ -224,7 +252,7 @@ mod tests {
             resident_before: 5,
             resident_after: 6,
         };
-        let outcome = Outcome { of: 7, shrunk, errno: libc::EBUSY };
+        let outcome = Outcome { of: 7, shrunk, errno: libc::EBUSY, huge_before: Some(HugeUse::Never) };
         assert_eq!(Outcome::from_bytes(&outcome.to_record()), Some(outcome));
         assert_eq!(Outcome::from_bytes(&[0xFF; Outcome::LEN]), None);
     }

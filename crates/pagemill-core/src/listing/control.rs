@@ -9,7 +9,7 @@
 use super::SlabCommands;
 use super::answer::Response;
 use super::commands::{Action, ControlCommand, Outcome, ShrinkReport};
-use crate::arena::Context;
+use crate::arena::{Arena, Context, HugeUse};
 use crate::published::Subject;
 use crate::reclaim::{Account, Reason, Urgency};
 use crate::sync::Guarded;
@@ -46,14 +46,15 @@ struct CommandQueue {
 /// Example: [`ControlCommand`].
 pub struct ControlEndpoint {
     account: &'static Account,
+    arena: &'static Arena,
     slabs: OnceLock<&'static dyn SlabCommands>,
     queue: Guarded<CommandQueue>,
 }
 
 impl ControlEndpoint {
-    pub fn new(account: &'static Account) -> Self {
+    pub fn new(account: &'static Account, arena: &'static Arena) -> Self {
         let queue = CommandQueue { waiting: [const { None }; MAX_QUEUED_COMMANDS], is_working: false };
-        Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
+        Self { account, arena, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
     /// Sets the slab caches that commands act on. Before this call, and in programs without the
@@ -72,9 +73,8 @@ impl ControlEndpoint {
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
         let pending = PendingCommand { file, number, command };
         match command {
-            ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
-                self.execute(&pending)
-            }
+            ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. }
+            | ControlCommand::Huge(_) => self.execute(&pending),
             _ => self.enqueue(pending),
         }
     }
@@ -121,19 +121,27 @@ impl ControlEndpoint {
             ControlCommand::Slab { action, cache } => (action, cache),
             ControlCommand::Trim { want_bytes } => {
                 let shrunk = ShrinkReport { freed_bytes: self.give_back(want_bytes), ..ShrinkReport::default() };
-                return Outcome { of: want_bytes, shrunk, errno: 0 };
+                return Outcome::of(command, shrunk);
             }
             ControlCommand::DropContents => {
                 let shrunk = ShrinkReport { freed_bytes: self.account.drop_contents(), ..ShrinkReport::default() };
-                return Outcome { of: 0, shrunk, errno: 0 };
+                return Outcome::of(command, shrunk);
             }
+            ControlCommand::Huge(wanted) => return self.set_huge_use(command, wanted),
         };
         let Some(slabs) = self.slabs.get() else { return Outcome::failed(command, ENOSYS) };
         match slabs.execute(id, action) {
-            Some(Ok(shrunk)) => Outcome { of: id, shrunk, errno: 0 },
+            Some(Ok(shrunk)) => Outcome::of(command, shrunk),
             Some(Err(error)) => Outcome::failed(command, error.errno()),
             None => Outcome::failed(command, ENOENT),
         }
+    }
+
+    /// Sets which memory gets huge pages, if a setting is wanted. Returns the outcome with the setting before.
+    fn set_huge_use(&self, command: ControlCommand, wanted: Option<HugeUse>) -> Outcome {
+        let before = if self.arena.uses_huge() { self.arena.huge_use() } else { HugeUse::Never };
+        let errno = wanted.and_then(|wanted| self.arena.set_huge_use(wanted).err()).map_or(0, |error| error.errno());
+        Outcome { errno, huge_before: Some(before), ..Outcome::of(command, ShrinkReport::default()) }
     }
 
     /// Makes the shrinkers return free and volatile memory, whole blocks first. Returns the bytes freed. Works in

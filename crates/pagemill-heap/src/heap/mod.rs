@@ -475,7 +475,7 @@ impl Heap {
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
         let is_huge = self.arena.may_take_huge(ExpectedUse::Full) || size >= 8 * BLOCK_BYTES;
-        let huge_bytes = if is_huge && self.arena.uses_huge() { len_bytes } else { 0 };
+        let huge_bytes = if self.arena.uses_huge() && self.arena.allows_huge(is_huge) { len_bytes } else { 0 };
         self.arena.allow_huge(place.addr, huge_bytes);
         let blocks = self.blocks_of(place);
         let first = blocks.start + huge_bytes / BLOCK_BYTES;

@@ -51,7 +51,7 @@ impl Pool {
     fn fill_chunk(&self, chunk: u32) -> Result<()> {
         let (first_block, blocks) = self.blocks_of(chunk);
         // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-        unsafe { self.populate(first_block, blocks, self.use_huge.load(Relaxed)) }
+        unsafe { self.populate(first_block, blocks, self.arena.allows_huge(self.use_huge.load(Relaxed))) }
     }
 
     /// As [`Pool::fill_chunk`] for a chunk that will be needed soon. Never reclaims. Returns false, with the chunk
@@ -59,7 +59,7 @@ impl Pool {
     pub(super) fn fill_chunk_ahead(&self, chunk: u32) -> bool {
         let (first_block, blocks) = self.blocks_of(chunk);
         // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
-        unsafe { self.populate_ahead(first_block, blocks, self.use_huge.load(Relaxed)) }
+        unsafe { self.populate_ahead(first_block, blocks, self.arena.allows_huge(self.use_huge.load(Relaxed))) }
     }
 
     /// Makes a chunk that this thread has claimed and filled a free chunk, and calls `act` before the lock `state` is

@@ -12,11 +12,11 @@ use crate::mapping::cache::config::Builder;
 use crate::mapping::evict::order::Order;
 use crate::mapping::huge::worker::Worker;
 use crate::mapping::inflight::InflightTable;
-use crate::mapping::policy::Policy;
+use crate::mapping::policy::{Always, Ask, Choice, Policy};
 use crate::mapping::writeback::flush::{Balance, Flusher};
 use crate::mapping::writeback::sync::failed;
 use crate::mapping::{File, Mapping};
-use pagemill_core::arena::{Arena, place};
+use pagemill_core::arena::{Arena, HugeUse, place};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::reclaim::{Shrinker, Urgency};
@@ -522,8 +522,17 @@ impl Inner {
         (self.pool.page.bytes() as u64) << order
     }
 
+    /// Returns whether the cache may make huge folios: as the program has set, unless `pagemill huge` has set another
+    /// choice for the process.
     pub fn is_huge_allowed(&self) -> bool {
-        self.use_huge.load(Relaxed)
+        self.caches.arena.allows_huge(self.use_huge.load(Relaxed))
+    }
+
+    /// Returns the folio size for a range: the choice of the policy, unless `pagemill huge PID always` has set huge
+    /// folios for the process.
+    pub fn choose(&self, ask: &Ask) -> Choice {
+        let is_always = self.caches.arena.huge_use() == HugeUse::Always;
+        if is_always { Always.choose(ask) } else { self.policy.choose(ask) }
     }
 
     /// Unpins a folio. Frees it if this was the last pin of a folio that was removed from its file.

@@ -203,6 +203,6 @@ impl File {
 
     /// Returns the policy's choice for a read of a hole.
     pub(crate) fn choose_for_hole(&self, index: u64) -> Choice {
-        self.cache.policy.choose(&Ask { wanted_bytes: self.page_bytes() as u64, ..self.ask(Cause::Read, index) })
+        self.cache.choose(&Ask { wanted_bytes: self.page_bytes() as u64, ..self.ask(Cause::Read, index) })
     }
 }

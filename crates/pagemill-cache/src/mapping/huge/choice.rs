@@ -28,7 +28,7 @@ impl File {
             },
             ..self.ask(cause, index)
         };
-        self.cache.policy.choose(&ask) == Choice::Huge && self.folios(span).next().is_none()
+        self.cache.choose(&ask) == Choice::Huge && self.folios(span).next().is_none()
     }
 
     /// Returns the facts about the range of a huge folio with page `index`, of which a call wants no bytes.

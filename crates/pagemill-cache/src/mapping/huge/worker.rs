@@ -62,7 +62,8 @@ impl File {
     fn collapse_if_chosen(&self, index: u64) -> Option<bool> {
         let present_bytes = (self.folios(self.span_of(index)).count() * self.page_bytes()) as u64;
         let ask = Ask { present_bytes, ..self.ask(Cause::Collapse, index) };
-        if self.cache.policy.choose(&ask) != Choice::Huge {
+        // Huge folios may have been forbidden since the range was queued.
+        if !self.cache.is_huge_allowed() || self.cache.choose(&ask) != Choice::Huge {
             return Some(false);
         }
         match self.collapse_at(index, Counter::HugeCollapsedBehind) {
