@@ -62,11 +62,11 @@ fn shared_word(shared: SharedMemory) -> &'static str {
     }
 }
 
-/// Returns the notes about a cache: memory of another kind than ordinary, and ranges that views have locked.
+/// Returns the notes about a cache: memory of another kind than ordinary, and locked ranges.
 fn memory_note(usage: &Usage) -> String {
-    let locked = match usage.locked_by_views {
+    let locked = match usage.locked_ranges {
         0 => String::new(),
-        bytes => format!("  views lock {}", Bytes(bytes)),
+        bytes => format!("  {} locked in memory", Bytes(bytes)),
     };
     let memory = match usage.shared {
         _ if usage.is_hugetlb => "  hugetlb".to_owned(),
@@ -210,7 +210,7 @@ impl CachesReport {
                 row.insert("dirty".into(), json!(usage.dirty));
                 row.insert("limit".into(), json!(usage.limit));
                 row.insert("hugetlb".into(), json!(usage.is_hugetlb));
-                row.insert("locked_by_views".into(), json!(usage.locked_by_views));
+                row.insert("locked_ranges".into(), json!(usage.locked_ranges));
                 row.insert("shared".into(), json!(usage.shared.map(shared_word)));
                 row.insert("in_part".into(), json!(usage.is_partial));
             }

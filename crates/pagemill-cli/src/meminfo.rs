@@ -70,7 +70,7 @@ pub const OTHER_COUNTERS: &[(Counter, &str)] = &[
     (Counter::CacheSmall, "of cache: small folios"),
     (Counter::CacheDirty, "of cache: dirty, not yet in the store"),
     (Counter::CacheWriteback, "of that: being written back"),
-    (Counter::ViewLocked, "of cache: locked in memory by views"),
+    (Counter::CacheLocked, "of cache: ranges of files that are locked in memory"),
     (Counter::CacheFrames, "metadata of the pages of caches"),
     (Counter::CacheIndex, "nodes of the indices of caches"),
     (Counter::CacheHugetlb, "reserved huge pages of caches: not included above, not resident"),

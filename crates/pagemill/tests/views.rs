@@ -398,10 +398,10 @@ fn faults_and_mappings_are_counted() {
     file.truncate(last as u64).unwrap();
     assert_counts(2, 1, 1, 1);
     view.lock(0..page_bytes).unwrap();
-    assert_eq!(stats::get(Counter::ViewLocked), page_bytes as u64);
+    assert_eq!(stats::get(Counter::CacheLocked), page_bytes as u64);
     drop(view);
     assert_counts(2, 1, 0, 1);
-    assert_eq!(stats::get(Counter::ViewLocked), 0);
+    assert_eq!(stats::get(Counter::CacheLocked), 0);
     assert_eq!(stats::get(Counter::ViewUnmappedForLimit), 0);
     assert_eq!(stats::get(Counter::ViewFaultsFailed), 0);
 }

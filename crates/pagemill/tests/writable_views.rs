@@ -539,7 +539,7 @@ fn locked_ranges_stay_in_memory() {
     };
     view.lock(0..MIB).unwrap();
     view.lock(0..MIB).unwrap();
-    assert_eq!(cache.usage().locked_by_views, 2 * MIB as u64);
+    assert_eq!(cache.usage().locked_ranges, 2 * MIB as u64);
     read_all();
     assert_eq!(pages(), MIB / PAGE_BYTES);
     view.write_at(b"written", 100);
@@ -554,15 +554,15 @@ fn locked_ranges_stay_in_memory() {
     assert_eq!(pages(), MIB / PAGE_BYTES, "one lock is left");
     view.unlock(0..MIB).unwrap();
     assert!(matches!(view.unlock(0..MIB), Err(Error::WrongState { .. })));
-    assert_eq!(cache.usage().locked_by_views, 0);
+    assert_eq!(cache.usage().locked_ranges, 0);
     file.dont_need(0, MIB as u64).unwrap();
     assert_eq!(pages(), 0);
     let more = view.lock(0..8 * MIB);
     assert!(matches!(more, Err(Error::NoMemory { .. })), "more than the cache: {more:?}");
-    assert_eq!(cache.usage().locked_by_views, 0);
+    assert_eq!(cache.usage().locked_ranges, 0);
     view.lock(0..MIB).unwrap();
     drop(view);
-    assert_eq!(cache.usage().locked_by_views, 0);
+    assert_eq!(cache.usage().locked_ranges, 0);
 }
 
 /// More of a cache than may be dirty is prefaulted for writes, so it cannot be written back. Writes to other pages must

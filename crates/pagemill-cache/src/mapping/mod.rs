@@ -196,6 +196,7 @@ impl Drop for Mapping {
             // `is_closed` keeps new pages out. Only afterwards may another file get the id, because folios name their
             // owner by the id.
             self.0.write_back_at_last();
+            self.0.unlock_all();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
             self.0.cancel_reads();

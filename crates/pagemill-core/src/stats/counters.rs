@@ -345,8 +345,8 @@ counters! {
     view_unmapped: ViewUnmapped, Sum, Count;
     /// Folios unmapped from views because `view_mappings_max` was reached.
     view_unmapped_for_limit: ViewUnmappedForLimit, Sum, Count;
-    /// Sum of the ranges that views have locked in memory: part of `cache`. A range locked twice counts twice.
-    view_locked: ViewLocked, Gauge, Bytes;
+    /// Sum of the ranges of cached files that are locked in memory: part of `cache`. A range locked twice counts twice.
+    cache_locked: CacheLocked, Gauge, Bytes;
     /// Part of `range_bytes_purged` that was purged because the limit of the process or of its tree was reached.
     purged_for_limit: PurgedForLimit, Sum, Bytes;
     /// Part of `range_bytes_purged` that was purged because a control group's limit was near.

@@ -154,7 +154,7 @@ impl Model {
         // Pages are accessed after the last view was dropped, too.
         self.views = Default::default();
         let usage = self.cache.usage();
-        assert_eq!((usage.locked, usage.locked_by_views), (0, 0), "dropped views keep neither pins nor locks");
+        assert_eq!((usage.locked, usage.locked_ranges), (0, 0), "dropped views keep neither pins nor locks");
         self.check_file(0..MAX_FILE_BYTES);
     }
 

@@ -119,7 +119,7 @@ impl Caches {
                 files: Guarded::new(Files::default()),
                 inflight: InflightTable::default(),
                 ahead_bytes: AtomicU64::new(0),
-                locked_by_views: AtomicU64::new(0),
+                locked_ranges: AtomicU64::new(0),
             });
             *user = Arc::downgrade(&inner);
             stats::add(Counter::Caches, 1);
@@ -341,8 +341,8 @@ pub(crate) struct Inner {
     pub(crate) inflight: InflightTable,
     /// Bytes that in-flight readahead has requested.
     pub(crate) ahead_bytes: AtomicU64,
-    /// Sum of the ranges that views have locked.
-    pub(crate) locked_by_views: AtomicU64,
+    /// Sum of the ranges that files and views have locked.
+    pub(crate) locked_ranges: AtomicU64,
 }
 
 impl Inner {

@@ -52,9 +52,10 @@ pub struct Usage {
     pub small: u64,
     /// Bytes in folios that are pinned or held, and so cannot be freed now.
     pub locked: u64,
-    /// Sum of the ranges that views have locked ([`View::lock`](crate::mapping::View::lock)), a part of `huge`, `small` and
-    /// `locked`. A range that is locked twice counts twice.
-    pub locked_by_views: u64,
+    /// Sum of the ranges that are locked in memory ([`Mapping::lock`](crate::mapping::Mapping::lock),
+    /// [`View::lock`](crate::mapping::View::lock)), a part of `huge`, `small` and `locked`. A range that is locked twice
+    /// counts twice.
+    pub locked_ranges: u64,
     /// Bytes in unused pages.
     pub free: u64,
     /// Bytes of the pages' metadata, including the eviction order.
@@ -129,7 +130,7 @@ impl Inner {
             charged: self.charged_bytes.load(Relaxed),
             limit: self.limit_bytes,
             dirty: self.dirty_bytes(),
-            locked_by_views: self.locked_by_views.load(Relaxed),
+            locked_ranges: self.locked_ranges.load(Relaxed),
             ..Usage::of_pool(self.caches, pool, self.number as usize)
         };
         let (nodes, are_all_counted) = self.node_bytes(most_ns);

@@ -250,15 +250,15 @@ impl File {
         }
     }
 
-    /// Freezes a folio of 2^`order` pages at page `index` that is to be evicted, unless it is in use, or a view has locked
-    /// its pages.
+    /// Freezes a folio of 2^`order` pages at page `index` that is to be evicted, unless it is in use, or its
+    /// pages are locked.
     fn freeze_to_evict(&self, number: u32, index: u64, order: u8) -> Option<State> {
         let pages = index..index.saturating_add(1 << order);
         if self.is_locked_in_memory(pages.clone()) {
             return None;
         }
         let state = self.freeze(number).ok()?;
-        // A view may have locked the pages before the folio was frozen, and then found the folio in memory.
+        // The pages may have been locked before the folio was frozen, which was then found in memory.
         if self.is_locked_in_memory(pages) {
             self.thaw(number);
             return None;
@@ -266,14 +266,14 @@ impl File {
         Some(state)
     }
 
-    /// Evicts the folio of 2^`order` pages at page `index` if it begins at page number `number`, is clean and not in use,
-    /// and no view has locked its pages. Returns the order of the evicted folio.
+    /// Evicts the folio of 2^`order` pages at page `index` if it begins at page number `number`, is clean, not in
+    /// use and not locked. Returns the order of the evicted folio.
     pub(crate) fn evict_at(&self, index: u64, number: u32, order: u8) -> Option<u8> {
         let state = self.freeze_to_evict(number, index, order)?;
         self.evict_frozen(index, number, state)
     }
 
-    /// As [`File::evict_at`], also for pages that a view has locked.
+    /// As [`File::evict_at`], also for locked pages.
     pub(crate) fn evict_locked_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.freeze(number).ok()?;
         self.evict_frozen(index, number, state)

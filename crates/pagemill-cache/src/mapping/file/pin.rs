@@ -214,6 +214,12 @@ impl File {
         }
     }
 
+    /// Returns a pin of the folio at `offset`, which is brought into memory first if needed. In files with a store,
+    /// reads all missing pages up to `end` along with that folio.
+    pub(crate) fn pin_or_bring_in(&self, offset: u64, end: u64) -> Result<Pin<'_>> {
+        self.pin_or_create(offset, end).map(|place| self.guard_of(place, offset))
+    }
+
     /// Pins the folio at `offset` for a view, and brings it into memory first if needed. Through a writable view, pages
     /// that come into memory in order count as written in order.
     pub(crate) fn pin_for_view(&self, offset: u64, is_writable: bool) -> Result<Pin<'_>> {

@@ -251,7 +251,7 @@ impl View {
     /// the view is dropped. Unlike after [`View::prefault`], the pages can be written back, and the first access to one
     /// may call the fault handler again. A truncation or `punch_hole` still removes pages of the range.
     ///
-    /// [`Usage::locked_by_views`](crate::mapping::Usage::locked_by_views) has the sum of all locked ranges.
+    /// [`Usage::locked_ranges`](crate::mapping::Usage::locked_ranges) has the sum of all locked ranges.
     ///
     /// # Errors
     ///
@@ -269,7 +269,7 @@ impl View {
     /// [`Error::WrongState`] if the pages of the range are not locked by a call with the same pages.
     pub fn unlock(&self, range: Range<usize>) -> Result<()> {
         let pages = self.pages_of(range)?;
-        if self.window.unlock(&pages) { Ok(()) } else { Err(Error::WrongState { what: "the range is not locked" }) }
+        self.window.unlock(&pages)
     }
 
     /// Returns, once, the latest error for which an access got a `SIGBUS`; `None` if there was none, if the access was

@@ -36,6 +36,7 @@ mod window;
 
 use crate::folio::word::{State, Word};
 use crate::mapping::File;
+use locked::LockedRanges;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{AtomicU32, Guarded};
 use pagemill_sys::fault::AllSignalsBlocked;
@@ -50,7 +51,7 @@ pub(crate) use pieces::Unmap;
 
 const BORROWED: Error = Error::Busy { what: "bytes of the file are borrowed (View::bytes)" };
 
-/// The views of one file. Most files have none, so the list is created with the first.
+/// The views of one file, and its locked ranges. Most files have none, so the lists are created with the first.
 #[derive(Default)]
 pub(crate) struct Views(OnceLock<Box<Windows>>);
 
@@ -62,8 +63,10 @@ struct Windows {
     writable: AtomicU32,
     /// Whether there was such a window.
     were_writable: AtomicBool,
-    /// Number of ranges that views have locked ([`View::lock`]).
+    /// Number of locked ranges ([`View::lock`], [`Mapping::lock`](crate::mapping::Mapping::lock)).
     locked: AtomicU32,
+    /// The ranges that `Mapping::lock` has locked.
+    locked_by_file: LockedRanges,
     /// Number of guards that borrow bytes of the file ([`View::bytes`]). Increased under the file's gate, held
     /// exclusively.
     borrowed: AtomicU32,
@@ -132,14 +135,6 @@ impl File {
     #[inline]
     pub(crate) fn check_not_borrowed(&self) -> Result<()> {
         if self.views.are_borrowed() { Err(BORROWED) } else { Ok(()) }
-    }
-
-    /// Returns whether a view has locked some of the pages.
-    pub(crate) fn is_locked_in_memory(&self, pages: Range<u64>) -> bool {
-        let Some(windows) = self.views.0.get().filter(|windows| windows.locked.load(SeqCst) > 0) else { return false };
-        // As in `File::unmap_from_views`.
-        let _blocked = AllSignalsBlocked::begin();
-        windows.list.with(|list| list.iter().any(|window| window.has_locked(&pages)))
     }
 
     /// Zeroes the bytes behind the end of the file in its last OS page. Writes through a view may have changed them;

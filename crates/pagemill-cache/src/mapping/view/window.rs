@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // reserves memory
 
 use super::entry::{self, Entries};
+use super::locked::LockedRanges;
 use super::private::OwnPages;
 use crate::mapping::File;
 use pagemill_core::error::{Error, Result};
@@ -42,7 +43,7 @@ pub(crate) struct Window {
     /// Pages that stay mapped while a [`Prefaulted`](super::Prefaulted) exists.
     pub(super) kept: Guarded<Vec<Range<u64>>>,
     /// Pages that stay in memory until they are unlocked ([`View::lock`](super::View::lock)).
-    pub(super) locked: Guarded<Vec<Range<u64>>>,
+    pub(super) locked: LockedRanges,
     /// The latest error for which an access raised `SIGBUS`.
     pub(super) error: Guarded<Option<Error>>,
 }
@@ -80,7 +81,7 @@ impl Window {
             own_pages,
             hand: AtomicU64::new(0),
             kept: Guarded::new(Vec::new()),
-            locked: Guarded::new(Vec::new()),
+            locked: LockedRanges::default(),
             error: Guarded::new(None),
         })
     }
