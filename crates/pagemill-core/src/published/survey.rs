@@ -199,7 +199,7 @@ impl ProcessFiles {
 mod tests {
     use super::*;
 
-    /// A user who creates many files must not make another user's survey large.
+    /// Many files of one user must not make another user's survey large.
     #[test]
     fn the_number_of_files_is_limited() {
         let folder = tempfile::tempdir().unwrap();
