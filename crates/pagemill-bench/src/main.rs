@@ -15,6 +15,7 @@ mod ebizzy;
 mod error;
 mod experiment;
 mod files;
+mod find;
 mod footprint;
 mod giveable;
 mod giveback;
@@ -119,8 +120,12 @@ enum Experiment {
     Writeback(storage::writeback::Options),
     /// Objects of one size in slabs, compared with allocators and keyed maps: time to allocate, free and read an
     /// object; effect of moves on concurrent readers; memory that remains after nine tenths of the objects were freed
-    /// at random; stalls; walks of objects that can be moved
+    /// at random; stalls; walks of the index of a file
     Slab(slab::Options),
+    /// A name that does not exist is looked for in 100,000 files: in a RAM file system in this process and through FUSE,
+    /// in tmpfs and in ext4; path walks, look-ups, creations and removals compared with system calls; memory that
+    /// remains after nine tenths of a million files were removed at random
+    Find(find::Options),
     /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
     #[command(name = "__enter", hide = true)]
@@ -165,6 +170,7 @@ workloads! {
     "__filler" Filler(workload::host::FillerArguments) => workload::host::run_filler,
     "__idle" Idle(workload::idle::IdleArguments) => workload::idle::run,
     "__small" Small(workload::small::SmallArguments) => workload::small::run,
+    "__find" Find(workload::find::FindArguments) => workload::find::run,
     "__slab" Slab(workload::slab::SlabArguments) => workload::slab::run,
     "__giveback" Giveback(workload::giveback::GivebackArguments) => workload::giveback::run,
     "__iozone" Iozone(workload::iozone::IozoneArguments) => workload::iozone::run,
@@ -238,6 +244,7 @@ impl Experiment {
             Self::Stream(options) => job("stream", &options.common, storage::stream::run, options),
             Self::Writeback(options) => job("writeback", &options.common, storage::writeback::run, options),
             Self::Slab(options) => job("slab", &options.common, slab::run, options),
+            Self::Find(options) => job("find", &options.common, find::run, options),
             Self::Settings | Self::Enter(_) | Self::Workload(_) => return None,
         })
     }

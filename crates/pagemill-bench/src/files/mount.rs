@@ -21,6 +21,8 @@ use crate::subject::{self, PAGEMILL};
 
 /// The file-system type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// The file-system type that `statfs` reports for mounts through FUSE.
+const FUSE_MAGIC: u64 = 0x6573_5546;
 /// Time limit for `pagemill mount` to mount the file system, and to unmount it.
 const MOUNT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -38,6 +40,8 @@ enum FileSystemKind {
     Tmpfs(&'static str),
     /// `pagemill mount`, whose controller decides on huge pages for each file.
     PagemillMount,
+    /// `pagemill mount --fuse`, whose process has the files.
+    PagemillFuse,
     /// A page cache inside the workload's process, so that nothing is mounted.
     Cache,
 }
@@ -47,6 +51,7 @@ pub const WITHIN_SIZE: FileSystem =
     FileSystem { name: "tmpfs-within-size", kind: FileSystemKind::Tmpfs("within_size") };
 pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: FileSystemKind::Tmpfs("always") };
 pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSystemKind::PagemillMount };
+pub const PAGEMILL_FUSE: FileSystem = FileSystem { name: "fuse", kind: FileSystemKind::PagemillFuse };
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 /// As [`CACHE`]; the workers access the files through views.
 pub const VIEWS: FileSystem = FileSystem { name: "views", kind: FileSystemKind::Cache };
@@ -163,30 +168,34 @@ impl Mounter {
         let FileSystemKind::Tmpfs(huge) = subject.kind else {
             if let Some(given_folder) = &self.given_folder {
                 let folder = builder().tempdir_in(given_folder).map_err(doing(given_folder.display().to_string()))?;
-                return Mounted::new(folder, Origin::Given);
+                return Mounted::new(folder, Origin::Given, TMPFS_MAGIC);
             }
             let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
-            let running = start_controller(folder.path(), size_bytes)?;
-            return Mounted::new(folder, Origin::PagemillMount(running));
+            let (magic, options): (_, &[&str]) = match subject.kind {
+                FileSystemKind::PagemillFuse => (FUSE_MAGIC, &["--fuse"]),
+                _ => (TMPFS_MAGIC, &[]),
+            };
+            let running = start_controller(folder.path(), size_bytes, options)?;
+            return Mounted::new(folder, Origin::PagemillMount(running), magic);
         };
         let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
         let options = CString::new(format!("huge={huge},size={size_bytes},mode=700")).unwrap_or_default();
         let flags = MountFlags::NODEV | MountFlags::NOSUID;
         rustix::mount::mount(PAGEMILL, folder.path(), "tmpfs", flags, options.as_c_str())
             .map_err(|errno| Error::CannotRun(format!("a tmpfs with huge={huge} cannot be mounted here: {errno}")))?;
-        Mounted::new(folder, Origin::Mounted)
+        Mounted::new(folder, Origin::Mounted, TMPFS_MAGIC)
     }
 }
 
 /// Starts `pagemill mount` and waits until the folder is a mount point.
-fn start_controller(folder: &Path, size_bytes: u64) -> Result<RunningGroup> {
+fn start_controller(folder: &Path, size_bytes: u64, options: &[&str]) -> Result<RunningGroup> {
     let gap = |what: String| Err(Error::Gap(format!("pagemill: {what}")));
     let Some(program) = subject::built_file("pagemill") else {
         return gap("the command is not built: cargo build --release -p pagemill-cli".to_owned());
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
     let mut command = child::workload_command(["__enter", "--"])?;
-    command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
+    command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]).args(options);
     subject::clear_foreign_settings(&mut command);
     let running = RunningGroup::start(&mut command)?;
     let begun = Instant::now();
@@ -207,10 +216,10 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<RunningGroup> {
 }
 
 impl Mounted {
-    fn new(folder: TempDir, origin: Origin) -> Result<Self> {
+    fn new(folder: TempDir, origin: Origin, magic: u64) -> Result<Self> {
         let device = device_of(folder.path()).map_err(doing("looking at a new mount"))?;
         let mounted = Self { origin: Some(origin), device, folder };
-        assert_tmpfs(mounted.folder(), device).map_err(Error::CannotRun)?;
+        assert_type(mounted.folder(), device, magic).map_err(Error::CannotRun)?;
         Ok(mounted)
     }
 
@@ -284,14 +293,19 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
 /// Fails if the folder is not on a tmpfs, or is on a tmpfs whose device number is not `device`. Without this check, a
 /// workload could measure the disk below a mount that has vanished.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
+    assert_type(folder, device, TMPFS_MAGIC)
+}
+
+fn assert_type(folder: &Path, device: u64, magic: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
     match (kind, device_of(folder).map_err(at)?) {
-        (TMPFS_MAGIC, found) if found == device => Ok(()),
-        (TMPFS_MAGIC, found) => {
+        (kind, found) if kind == magic && found == device => Ok(()),
+        (kind, found) if kind == magic => {
             Err(format!("{} is another file system than before (device {found}, not {device})", folder.display()))
         }
-        _ => Err(format!("{} is no tmpfs (statfs says {kind:#x})", folder.display())),
+        _ if magic == TMPFS_MAGIC => Err(format!("{} is no tmpfs (statfs says {kind:#x})", folder.display())),
+        _ => Err(format!("{} is not mounted through FUSE (statfs says {kind:#x})", folder.display())),
     }
 }
 

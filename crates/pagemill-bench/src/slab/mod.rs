@@ -1,5 +1,5 @@
 //! Slabs: cost to allocate, free and read an object; effect of moves on concurrent readers and writers; memory left
-//! after fragmentation; stalls during compaction; speed of walks.
+//! after fragmentation; stalls during compaction; speed of walks of an index.
 //!
 //! Each part of the experiment has its own samples, rows and targets, and adds them to one report.
 
@@ -39,7 +39,7 @@ pub enum Part {
     Fragments,
     /// Latency of a thread that allocates and frees objects while free memory is returned as in the part fragments
     Stalls,
-    /// Walk a tree of names and the index of a file, while objects are moved and afterwards
+    /// Walk the index of a file while its nodes are moved
     Walks,
 }
 
@@ -52,8 +52,7 @@ Subjects (--only) of the parts (--parts):
   moves      by-handle, by-owner
   fragments  by-owner, by-handle, fixed, glibc, jemalloc, mimalloc, tcmalloc, mesh
   stalls     the same
-  walks      still, moving, fragmented, packed: trees and files, without moves,
-             during moves, after most objects were freed, after compaction
+  walks      still, moving: the index of a file, without and during moves
 
 Examples:
   pagemill bench slab --quick --parts reads

@@ -126,4 +126,9 @@ pub const ENTRIES: &[Entry] = &[
         ],
         shows: "movable objects: speed, and memory left after freeing",
     },
+    Entry {
+        name: "find",
+        options: &["--quick", "--samples=2", "--files=20000", "--only=ramfs,fuse,tmpfs,removed,fresh"],
+        shows: "a RAM file system: searches, look-ups, changes, memory left after removal",
+    },
 ];

@@ -8,6 +8,7 @@ pub mod churn;
 pub mod copies;
 pub mod ebizzy;
 pub mod file_writers;
+pub mod find;
 pub mod giveback;
 pub mod handover;
 pub mod hit;

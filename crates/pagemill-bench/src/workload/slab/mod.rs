@@ -1,7 +1,6 @@
 //! Workloads on slab caches: objects of one size are allocated, freed, moved and checked, in Pagemill's caches and in
 //! their peers.
 
-mod dentries;
 mod fragments;
 mod index;
 mod moves;
@@ -16,7 +15,6 @@ mod stalls;
 mod torture;
 mod torture_command;
 mod turns;
-mod walks;
 
 use super::{Failure, WorkloadResult};
 use pagemill_slab::Slabs;
@@ -35,8 +33,6 @@ pub enum Workload {
     Moves(moves::MovesArguments),
     Fragments(fragments::FragmentsArguments),
     Stalls(stalls::StallsArguments),
-    Tree(walks::TreeArguments),
-    Packed(walks::PackedArguments),
     Index(index::IndexArguments),
     Torture(torture_command::TortureArguments),
 }
@@ -48,8 +44,6 @@ pub fn run(arguments: &SlabArguments) -> WorkloadResult {
         Workload::Moves(arguments) => moves::run(arguments, slabs_without_background_moves()?),
         Workload::Fragments(arguments) => fragments::run(arguments, slabs_without_background_moves),
         Workload::Stalls(arguments) => stalls::run(arguments, slabs_without_background_moves),
-        Workload::Tree(arguments) => walks::run_tree(arguments, slabs_without_background_moves()?),
-        Workload::Packed(arguments) => walks::run_packed(arguments, slabs_without_background_moves()?),
         Workload::Index(arguments) => index::run(arguments),
         Workload::Torture(arguments) => torture_command::run(arguments),
     }
