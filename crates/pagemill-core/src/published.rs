@@ -420,7 +420,8 @@ pub fn read_all() -> Vec<Process> {
     let mut files = Survey::of_all_users().processes;
     files.retain(|files| process::is_alive(files.identity) && files.is_trusted());
     // The files of the process's own user come before those that the process published as root.
-    files.sort_by_key(|files| (files.identity.pid, files.user == process::user_id()));
+    let own = process::user_id();
+    files.sort_by_key(|files| (files.identity.pid, files.user == own));
     files.dedup_by_key(|files| files.identity.pid);
     files.iter().filter_map(ProcessFiles::read).collect()
 }

@@ -127,6 +127,17 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     Ok(&buffer[..len])
 }
 
+/// As [`read`], with one call of the kernel. For files of `/proc` of one record, such as `/proc/PID/stat`, which the
+/// kernel passes as a whole.
+///
+/// # Errors
+///
+/// As [`read`].
+pub fn read_record<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
+    let len = read_some(&open(path, OFlags::RDONLY, Mode::empty())?, buffer)?;
+    Ok(&buffer[..len])
+}
+
 /// Reads until `buffer` is full or the file ends. Returns the number of bytes.
 fn read_all(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     let mut len = 0;

@@ -54,7 +54,7 @@ fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
     } else {
         Path::format(format_args!("/proc/{pid}/stat"))?
     };
-    let text = std::str::from_utf8(file::read(path.as_c_str(), buffer).ok()?).ok()?;
+    let text = std::str::from_utf8(file::read_record(path.as_c_str(), buffer).ok()?).ok()?;
     // The name is in parentheses and may contain any character.
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     Some((text.get(open + 1..close)?, text.get(close + 2..)?))
