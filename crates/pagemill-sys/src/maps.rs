@@ -153,6 +153,25 @@ fn parse_line(line: &str) -> Option<Mapping> {
     })
 }
 
+/// Calls `act` with each range of addresses below the last mapping that this process has not mapped, in ascending
+/// order. `act` may map addresses of that range. Cost: about a microsecond for each mapping of the process.
+///
+/// # Errors
+///
+/// Errors of reading `/proc/self/maps`.
+pub fn for_each_gap(mut act: impl FnMut(Range<usize>)) -> io::Result<()> {
+    let mut end = 0;
+    file::find_line(MAPS_PATH, |line| {
+        let found = parse_line(line)?.addresses;
+        if found.start > end {
+            act(end..found.start);
+        }
+        end = end.max(found.end);
+        None::<()>
+    })?;
+    Ok(())
+}
+
 /// Returns whether this process has mapped the file at `path`. Returns false if the mappings cannot be read.
 pub fn has_mapped(path: &str) -> bool {
     let is_of_file = |line: &str| line.strip_suffix(path).is_some_and(|rest| rest.ends_with(' '));

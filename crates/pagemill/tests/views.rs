@@ -502,8 +502,45 @@ fn access_wrongly(access: &str) {
     panic!("the access succeeded");
 }
 
-/// A fork child must not have the memory of its parent's views: an access ends it by `SIGSEGV`. It must be able to drop
-/// the view. The parent's view must stay usable.
+/// Maps a page of a fork child, where the child has no memory of a view of its parent, if the kernel finds the address
+/// free. Ends the child if it does.
+fn map_in_child(addr: usize) {
+    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: the address is a hint only, so no mapping is replaced.
+    let mapped = unsafe { libc::mmap(addr as *mut libc::c_void, PAGE_BYTES, access, flags, -1, 0) };
+    if mapped == libc::MAP_FAILED || mapped as usize == addr {
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(2) };
+    }
+}
+
+/// Calls `act` in a fork child. Returns the child's status.
+fn in_fork_child(act: impl FnOnce()) -> i32 {
+    let pagemill = Testbed::for_test();
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
+    unsafe { pagemill.instance.before_fork() };
+    // SAFETY: the child ends without returning to the test.
+    let pid = unsafe { libc::fork() };
+    // SAFETY: called after `before_fork`.
+    unsafe { pagemill.instance.after_fork() };
+    if pid == 0 {
+        // SAFETY: the process is a new child, and this is its only thread.
+        unsafe { pagemill.instance.begin_child() };
+        // SAFETY: the default action ends the process without running code of the test.
+        unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
+        act();
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for a child of this test, and writes `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    status
+}
+
+/// A fork child must not have the memory of its parent's views: an access ends it by `SIGSEGV`, wherever the parent has
+/// mapped or copied pages, and no other memory of the child may get these addresses. The child must be able to drop the
+/// views. Those of the parent must stay usable.
 #[test]
 fn fork_children_have_no_views() {
     let pagemill = Testbed::for_test();
@@ -512,35 +549,31 @@ fn fork_children_have_no_views() {
     let file = cache.create().unwrap();
     let content = bytes(MIB);
     file.write_at(&content, 0).unwrap();
-    let view = file.view(0..MIB as u64).unwrap();
+    let (view, private) = (file.view_mut(0..MIB as u64).unwrap(), file.view_private(0..4 * MIB as u64).unwrap());
     assert_view(&view, 0, &content);
-    for must_access in [false, true] {
-        // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-        unsafe { pagemill.instance.before_fork() };
-        // SAFETY: the child ends without returning to the test.
-        let pid = unsafe { libc::fork() };
-        // SAFETY: called after `before_fork`.
-        unsafe { pagemill.instance.after_fork() };
-        if pid == 0 {
-            // SAFETY: the process is a new child, and this is its only thread.
-            unsafe { pagemill.instance.begin_child() };
-            if must_access {
-                // SAFETY: the default action ends the process without running code of the test.
-                unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
-                view.read_at(&mut [0], 0);
-            }
-            drop((view, file, cache));
-            // SAFETY: ends the child at once.
-            unsafe { libc::_exit(0) };
-        }
-        let mut status = 0;
-        // SAFETY: waits for a child of this test, and writes `status`.
-        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-        if must_access {
-            assert_eq!(libc::WTERMSIG(status), libc::SIGSEGV);
-        } else {
-            assert_eq!(status, 0, "the child dropped the view");
+    private.write_at(&content[..5 * PAGE_BYTES], 3 * PAGE_BYTES);
+    assert_view(&private, 0, &content[..PAGE_BYTES]);
+    let expect_segv = |act: &dyn Fn()| assert_eq!(libc::WTERMSIG(in_fork_child(act)), libc::SIGSEGV);
+    expect_segv(&|| view.read_at(&mut [0], 0));
+    for addr in [view.as_ptr(), private.as_ptr()].map(|addr| addr as usize) {
+        for page in [0, 3, 4, 7] {
+            expect_segv(&|| {
+                map_in_child(addr + page * PAGE_BYTES);
+                // SAFETY: the access ends the child.
+                unsafe { ((addr + page * PAGE_BYTES) as *mut u8).write_volatile(1) };
+            });
         }
     }
+    expect_segv(&|| {
+        (0..1000).for_each(|_| map_in_child(0));
+        view.write_at(&[1], 5);
+    });
     assert_view(&view, 0, &content);
+    drop((view, private));
+    let status = {
+        let (view, file, cache) = (file.view(0..MIB as u64).unwrap(), file, cache);
+        assert_view(&view, 0, &content);
+        in_fork_child(move || drop((view, file, cache)))
+    };
+    assert_eq!(status, 0, "the child dropped the view");
 }

@@ -76,12 +76,13 @@ impl Part for Caches {
 
     /// In a fork child: marks all caches as inherited, and the background threads as not running.
     unsafe fn begin_child(&self) {
+        // First, before the child maps memory.
+        crate::mapping::view::registry::begin_child();
         // SAFETY: the caller's promise.
         unsafe { epoch::begin_child() };
         self.pools().for_each(|pool| pool.begin_child());
         self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();
-        crate::mapping::view::registry::begin_child();
         self.flusher.is_running.store(false, SeqCst);
     }
 }

@@ -25,8 +25,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 /// nothing can be evicted. [`View::take_error`] then returns the error. A write raises `SIGSEGV`. A system call on bytes that
 /// are not in memory fails with `EFAULT`; [`View::prefault`] prevents this.
 ///
-/// A view keeps its file open. A fork child does not have the memory of its parent's views. docs/from-memmap2.md
-/// compares views with the crate memmap2.
+/// A view keeps its file open. docs/from-memmap2.md compares views with the crate memmap2.
+///
+/// A fork child does not have the memory of its parent's views: an access raises `SIGSEGV`. A child of a bare `clone`
+/// runs no fork handlers, so other memory of the child can be mapped where its parent's views were. Such a child must
+/// not access them.
 ///
 /// ```
 /// use pagemill::PageCache;

@@ -10,6 +10,8 @@ use pagemill_core::sync::pause;
 #[cfg(shuttle)]
 use pagemill_core::sync::{AtomicU32, AtomicUsize};
 use pagemill_sys::fault::{self, Fault, Verdict};
+use pagemill_sys::{maps, window as sys_window};
+use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed, Ordering::SeqCst};
@@ -68,9 +70,24 @@ pub(super) fn remove(window: &Arc<Window>) {
     slot.is_taken.store(0, SeqCst);
 }
 
-/// Removes all windows in a fork child, which does not have their memory.
+/// Removes all windows in a fork child, which does not have their memory. Where something was mapped in a window, the
+/// child has no mapping. These addresses are reserved, so that accesses fault, and no other memory of the child is
+/// mapped there. A child of a bare `clone` may have mapped memory there already, which must stay.
 pub(crate) fn begin_child() {
-    for slot in &SLOTS[..USED_SLOTS.load(SeqCst)] {
+    let slots = &SLOTS[..USED_SLOTS.load(SeqCst)];
+    let reserve = |gap: Range<usize>| {
+        for slot in slots {
+            let (start, end) = (slot.start.load(SeqCst).max(gap.start), slot.end.load(SeqCst).min(gap.end));
+            if start < end {
+                sys_window::reserve_if_unmapped(start, end - start);
+            }
+        }
+    };
+    if slots.iter().any(|slot| slot.end.load(SeqCst) > 0) {
+        // Fails only without `/proc`. Then the addresses stay free.
+        let _ = maps::for_each_gap(reserve);
+    }
+    for slot in slots {
         slot.end.store(0, SeqCst);
         slot.window.store(ptr::null_mut(), SeqCst);
         slot.users.store(0, SeqCst);
