@@ -245,6 +245,8 @@ impl Window {
             }
             let source = source + (bytes.start - self.file.offset_of(first)) as usize;
             let (to, len_bytes) = (self.addr_of(bytes.start), (bytes.end - bytes.start) as usize);
+            #[cfg(shuttle)]
+            pagemill_core::sync::modelled::scheduling_point();
             // SAFETY: the addresses lie in the window, whose pages are accessed only through mappings. The source is a
             // mapping of the pool's memory.
             match unsafe { window::map_again(source, len_bytes, to) } {
@@ -368,28 +370,34 @@ impl Window {
         let first = self.at(pages.start);
         let Some(seen) = self.entries.claim_used(first) else { return pages.start + 1 };
         let Some(number) = seen.number() else { return pages.start + 1 };
-        let order = self.file.pool.word(number).load().order();
-        let begin = pages.start >> order << order;
-        let mut end = begin + (1 << order);
-        // Checked after the claim: a range that is kept from now on is mapped again by `fill`. The mapping is that of
-        // the whole folio, so one kept page keeps all.
-        if how != Unmap::Always && self.is_kept(begin..end) {
+        let (mut run, mut count) = ([Entry::EMPTY; MAX_UNMAPPED_TOGETHER], 1);
+        run[0] = seen;
+        let is_unmapped = self.kept.with(|kept| {
+            let is_kept = |pages: Range<u64>| how != Unmap::Always && has_common_page(kept, &pages);
+            let order = self.file.pool.word(number).load().order();
+            let begin = pages.start >> order << order;
+            let mut end = begin + (1 << order);
+            // The mapping is that of the whole folio, so one kept page keeps all.
+            if is_kept(begin..end) {
+                return false;
+            }
+            // Only the first claim waits for another thread, so no two threads wait for each other.
+            while order == 0 && count < run.len() && end < pages.end {
+                let Some(next) = self.entries.claim(self.at(end)) else { break };
+                let is_small = next.number().is_some_and(|number| self.file.pool.word(number).load().order() == 0);
+                if !is_small || is_kept(end..end + 1) {
+                    self.entries.release(self.at(end), next, next);
+                    break;
+                }
+                (run[count], count, end) = (next, count + 1, end + 1);
+            }
+            self.unmap_shared_pages(begin.max(self.first_page)..end.min(self.pages().end));
+            true
+        });
+        if !is_unmapped {
             self.entries.release(first, seen, seen);
             return pages.start + 1;
         }
-        let (mut run, mut count) = ([Entry::EMPTY; MAX_UNMAPPED_TOGETHER], 1);
-        run[0] = seen;
-        // Only the first claim waits for another thread, so no two threads wait for each other.
-        while order == 0 && count < run.len() && end < pages.end {
-            let Some(next) = self.entries.claim(self.at(end)) else { break };
-            let is_small = next.number().is_some_and(|number| self.file.pool.word(number).load().order() == 0);
-            if !is_small || how != Unmap::Always && self.is_kept(end..end + 1) {
-                self.entries.release(self.at(end), next, next);
-                break;
-            }
-            (run[count], count, end) = (next, count + 1, end + 1);
-        }
-        self.unmap_shared_pages(begin.max(self.first_page)..end.min(self.pages().end));
         stats::add(how.counter(), count as u64);
         for (more, seen) in run[..count].iter().enumerate() {
             self.entries.release(first + more, *seen, Entry::EMPTY);
@@ -407,10 +415,6 @@ impl Window {
         self.first_page + own_pages.next(from.min(to), to) as u64
     }
 
-    fn is_kept(&self, pages: Range<u64>) -> bool {
-        self.kept.with(|kept| kept.iter().any(|kept| kept.start < pages.end && kept.end > pages.start))
-    }
-
     /// Unmaps all pages. Called once, when no other thread uses the window.
     pub fn unmap_all(&self) {
         let _blocked = AllSignalsBlocked::begin();
@@ -425,6 +429,11 @@ impl Window {
             }
         }
     }
+}
+
+/// Returns whether one of the ranges has a page of `pages`.
+fn has_common_page(ranges: &[Range<u64>], pages: &Range<u64>) -> bool {
+    ranges.iter().any(|range| range.start < pages.end && range.end > pages.start)
 }
 
 /// Small folios that are mapped together: their pages follow each other in the file and in the pool.

@@ -91,8 +91,10 @@ enum Act {
     UnmapSome,
     /// Prefaults a page for reads. The test must not remove pages.
     Prefault,
+    /// Prefaults a page for writes. The test must not remove pages.
+    PrefaultMut,
 }
-use Act::{Call, Clean, Hold, Prefault, Read, Remove, Reshape, UnmapSome, Write};
+use Act::{Call, Clean, Hold, Prefault, PrefaultMut, Read, Remove, Reshape, UnmapSome, Write};
 
 impl Viewed {
     fn new(file: Mapping, byte: u8) -> Self {
@@ -109,7 +111,11 @@ impl Viewed {
         let offset = at as u64;
         match act {
             Read => {
-                let found = access(&self.read, at, Access::Read, sample);
+                let (view, at): (&View, _) = match random_below(2) {
+                    0 => (&self.read, at),
+                    _ => (&self.written, at % (FILE_BYTES as usize - PAGE)),
+                };
+                let found = access(view, at, Access::Read, sample);
                 self.assert_own_bytes(&found.unwrap_or_default());
             }
             Write => {
@@ -152,6 +158,13 @@ impl Viewed {
                 if let Ok(_prefaulted) = self.read.prefault(at..at + PAGE) {
                     shuttle::thread::yield_now();
                     assert!(fault::is_readable(self.read.as_ptr() as usize + at), "a prefaulted page was unmapped");
+                }
+            }
+            PrefaultMut => {
+                let at = at / PAGE * PAGE % (FILE_BYTES as usize - PAGE);
+                if let Ok(_prefaulted) = self.written.prefault_mut(at..at + PAGE) {
+                    shuttle::thread::yield_now();
+                    assert!(fault::is_writable(self.written.as_ptr() as usize + at), "not writable after a prefault");
                 }
             }
         }
@@ -341,6 +354,12 @@ fn accesses_during_evictions_and_writeback() {
 #[test]
 fn accesses_at_the_limit_of_mappings() {
     run_threads(true, 6, &[&[Read, Write, Read], &[Prefault, Read, Prefault], &[UnmapSome, Clean, UnmapSome, Reshape]]);
+}
+
+/// A page is prefaulted while accesses map and unmap the huge folio in which it lies.
+#[test]
+fn prefaulted_pages_stay_mapped() {
+    run_threads(true, 6, &[&[Read, Read, Read], &[PrefaultMut, Prefault, PrefaultMut], &[UnmapSome, Clean, UnmapSome]]);
 }
 
 /// A store of one number for each page, at the begin of the page.

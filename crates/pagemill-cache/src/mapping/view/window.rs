@@ -40,7 +40,9 @@ pub(crate) struct Window {
     pub(super) own_pages: Option<OwnPages>,
     /// Number of pages that [`Window::unmap_next`] has passed.
     pub(super) hand: AtomicU64,
-    /// Pages that stay mapped while a [`Prefaulted`](super::Prefaulted) exists.
+    /// Pages that stay mapped while a [`Prefaulted`](super::Prefaulted) exists. A range is added before its pages are
+    /// mapped. An unmapping holds the lock from its look at the ranges until it has unmapped the pages, so a page of a
+    /// range that is added meanwhile is mapped afterwards. Acquired before the lock of [`OwnPages`].
     pub(super) kept: Guarded<Vec<Range<u64>>>,
     /// Pages that stay in memory until they are unlocked ([`View::lock`](super::View::lock)).
     pub(super) locked: LockedRanges,
@@ -130,6 +132,8 @@ impl Window {
     /// Makes a range of addresses inaccessible: replaces what is mapped there by the reservation. `around` returns a
     /// larger range that consists of whole mappings. The pages there are mapped again when they are accessed.
     pub(super) fn reserve_again(range: &Range<usize>, around: impl Fn() -> Range<usize>) {
+        #[cfg(shuttle)]
+        pagemill_core::sync::modelled::scheduling_point();
         // A process with too many mappings cannot split one, but can remove the access to mappings, or replace whole
         // ones. SAFETY: the addresses lie in the window. Accesses to them call the fault handler.
         let is_unmapped = unsafe {
