@@ -41,7 +41,7 @@ pub(super) enum Access {
 /// The thread that maps a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mapper {
-    /// The fault handler. It may neither allocate nor wait for locks of the cache.
+    /// The fault handler. It may neither allocate nor wait for locks of the cache, except those of the window.
     Handler,
     /// [`Window::fill`], which the fault handler calls on a stack of its own, or a call of the program. It has pinned
     /// the folio.
@@ -108,11 +108,18 @@ impl Window {
             let first = page >> state.order() << state.order();
             self.copy_page(page, self.file.pool.addr(number) + self.file.offset_of(page - first) as usize)
         } else if self.is_ready(frame, access) {
-            let is_writable = self.writes == Writes::Shared && frame.word.load().is_dirty();
-            if seen == Entry::EMPTY && state.order() == 0 {
-                self.claim_neighbours(&mut together, is_writable, mapper);
+            let is_writable = || self.writes == Writes::Shared && frame.word.load().is_dirty();
+            if state.order() > 0 {
+                // Another thread may make the folio dirty and map it through another entry. Of the two mappings, the
+                // later one must be writable.
+                self.kept.with(|_| self.map_piece(&together, offset, state.order(), is_writable()))
+            } else {
+                let is_writable = is_writable();
+                if seen == Entry::EMPTY {
+                    self.claim_neighbours(&mut together, is_writable, mapper);
+                }
+                self.map_piece(&together, offset, 0, is_writable)
             }
-            self.map_piece(&together, offset, state.order(), is_writable)
         } else {
             Mapped::No
         };

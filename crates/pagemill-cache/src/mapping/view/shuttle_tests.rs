@@ -362,6 +362,24 @@ fn prefaulted_pages_stay_mapped() {
     run_threads(true, 6, &[&[Read, Read, Read], &[PrefaultMut, Prefault, PrefaultMut], &[UnmapSome, Clean, UnmapSome]]);
 }
 
+/// A thread reads a page of a clean huge folio through a view, while another thread prefaults the folio's other page
+/// for writes. The read must not make that page read-only.
+#[test]
+fn a_read_keeps_a_prefaulted_page_writable() {
+    run_in_many_schedules(4, || {
+        let cache = cache(10 * PAGE as u64);
+        let file = cache.open(Arc::new(ConstantStore(1))).unwrap();
+        let view = Arc::new(file.view_mut(0..FILE_BYTES).unwrap());
+        file.read_at(&mut [0], 0).unwrap();
+        let read = view.clone();
+        let reader = shuttle::thread::spawn(move || access(&read, 0, Access::Read, sample));
+        let prefaulted = view.prefault_mut(PAGE..2 * PAGE).unwrap();
+        assert_eq!(reader.join().unwrap(), Some([1; SAMPLE_BYTES]));
+        assert!(fault::is_writable(view.as_ptr() as usize + PAGE), "not writable after a prefault");
+        drop(prefaulted);
+    });
+}
+
 /// A store of one number for each page, at the begin of the page.
 struct NumberStore(Mutex<[u64; PAGES as usize]>);
 

@@ -42,7 +42,8 @@ pub(crate) struct Window {
     pub(super) hand: AtomicU64,
     /// Pages that stay mapped while a [`Prefaulted`](super::Prefaulted) exists. A range is added before its pages are
     /// mapped. An unmapping holds the lock from its look at the ranges until it has unmapped the pages, so a page of a
-    /// range that is added meanwhile is mapped afterwards. Acquired before the lock of [`OwnPages`].
+    /// range that is added meanwhile is mapped afterwards. The lock is also held while a huge folio is mapped, because
+    /// several entries can have the same one. It is acquired before the lock of [`OwnPages`].
     pub(super) kept: Guarded<Vec<Range<u64>>>,
     /// Pages that stay in memory until they are unlocked ([`View::lock`](super::View::lock)).
     pub(super) locked: LockedRanges,
