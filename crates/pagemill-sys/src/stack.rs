@@ -113,45 +113,54 @@ impl<F: FnOnce() -> R, R> Call<F, R> {
     }
 }
 
-/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards.
+/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end here:
+/// the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
 ///
 /// # Safety
 ///
 /// `top` must be the upper end of a writable range that is large enough for `function`, and be aligned to 16 bytes.
 /// `function` must return normally, without unwinding or jumping out, and must accept `argument`.
-unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: the callee preserves r12, which holds the old stack pointer. All registers that the callee may change are
-    // declared.
-    unsafe {
-        std::arch::asm!(
-            "mov r12, rsp",
-            "mov rsp, {top}",
-            "call {function}",
-            "mov rsp, r12",
-            top = in(reg) top,
-            function = in(reg) function,
-            in("rdi") argument,
-            out("r12") _,
-            clobber_abi("C"),
-        );
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: the callee preserves x20, which holds the old stack pointer. All registers that the callee may change are
-    // declared.
-    unsafe {
-        std::arch::asm!(
-            "mov x20, sp",
-            "mov sp, {top}",
-            "blr {function}",
-            "mov sp, x20",
-            top = in(reg) top,
-            function = in(reg) function,
-            in("x0") argument,
-            out("x20") _,
-            clobber_abi("C"),
-        );
-    }
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        ".cfi_undefined rip",
+        "push rbp",
+        "mov rbp, rsp",
+        "mov rsp, rdi",
+        "mov rdi, rdx",
+        "call rsi",
+        "mov rsp, rbp",
+        "pop rbp",
+        "ret",
+        ".cfi_endproc",
+    )
+}
+
+/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end here:
+/// the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
+///
+/// # Safety
+///
+/// `top` must be the upper end of a writable range that is large enough for `function`, and be aligned to 16 bytes.
+/// `function` must return normally, without unwinding or jumping out, and must accept `argument`.
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        ".cfi_undefined x30",
+        "stp x29, x30, [sp, #-16]!",
+        "mov x29, sp",
+        "mov sp, x0",
+        "mov x0, x2",
+        "blr x1",
+        "mov sp, x29",
+        "ldp x29, x30, [sp], #16",
+        "ret",
+        ".cfi_endproc",
+    )
 }
 
 #[cfg(test)]
@@ -171,6 +180,20 @@ mod tests {
         });
         assert_eq!(answer[0], 4000);
         assert!(answer[1].abs_diff(here) > 64 << 10, "the function ran on this stack");
+    }
+
+    /// A backtrace on a separate stack must end where the stack begins: behind it lies other memory, or none.
+    #[test]
+    fn backtraces_end_at_the_begin_of_the_stack() {
+        static STACKS: Stacks<1, { 1 << 20 }> = Stacks::new();
+        let mut traces = [String::new(), String::new()];
+        call_on_new(1 << 20, || traces[0] = std::backtrace::Backtrace::force_capture().to_string());
+        traces[1] = STACKS.call(|| std::backtrace::Backtrace::force_capture().to_string()).unwrap().unwrap();
+        for trace in traces {
+            let mut functions = trace.lines().filter(|line| !line.trim_start().starts_with("at ")).rev();
+            assert!(functions.next().unwrap().ends_with("call_on_stack"), "{trace}");
+            assert!(functions.any(|function| function.contains("backtraces_end_at_the_begin")), "{trace}");
+        }
     }
 
     /// Functions that need much stack run on additional stacks, one inside of the other. The third finds no stack.
