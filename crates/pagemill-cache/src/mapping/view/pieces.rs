@@ -259,8 +259,7 @@ impl Window {
             match unsafe { window::map_again(source, len_bytes, to) } {
                 Ok(()) => Mapped::Yes,
                 Err(error) => {
-                    // The kernel may have unmapped the addresses already.
-                    Self::reserve_again(&(to..to + len_bytes), || to..to + len_bytes);
+                    Self::reserve_if_unmapped(&(to..to + len_bytes));
                     Mapped::Failed(error)
                 }
             }

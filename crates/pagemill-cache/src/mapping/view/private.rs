@@ -193,8 +193,7 @@ impl Window {
                     Mapped::Yes
                 }
                 Err(error) => {
-                    // The kernel may have unmapped the addresses already.
-                    window::reserve_if_unmapped(to, len_bytes);
+                    Self::reserve_if_unmapped(&(to..to + len_bytes));
                     Mapped::Failed(error)
                 }
             }

@@ -148,6 +148,19 @@ impl Window {
             std::process::abort();
         }
     }
+
+    /// Called after a mapping of a range has failed: the kernel may have unmapped the range already. If so, reserves it.
+    /// Otherwise what is mapped there stays.
+    pub(super) fn reserve_if_unmapped(range: &Range<usize>) {
+        let is_mapped = || mem::is_mapped(range.start, range.len()).is_ok();
+        if !is_mapped() {
+            window::reserve_if_unmapped(range.start, range.len());
+            if !is_mapped() {
+                // Other memory would be mapped there, which accesses to the window would change.
+                std::process::abort();
+            }
+        }
+    }
 }
 
 impl Drop for Window {
