@@ -323,7 +323,7 @@ impl Window {
                 Mapped::No => self.unmap(page..page + 1, Unmap::Always),
                 Mapped::Failed(error) => {
                     drop(pin);
-                    if access == Access::Write && self.copy_with_neighbours(page)? {
+                    if access == Access::Write && self.copy_with_neighbours(page) {
                         return Ok(page + 1);
                     }
                     failures += 1;

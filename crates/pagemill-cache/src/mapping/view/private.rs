@@ -219,14 +219,11 @@ impl Window {
     }
 
     /// Copies a page although no piece may be added: first copies the pages between it and the nearest page that
-    /// belongs to the view, so that the copies form one mapping. Returns whether that was possible.
-    pub(super) fn copy_with_neighbours(&self, page: u64) -> Result<bool> {
+    /// belongs to the view, so that the copies form one mapping. Returns whether that was possible. It is not if one of
+    /// these pages cannot be read, which is no error of an access to `page`.
+    pub(super) fn copy_with_neighbours(&self, page: u64) -> bool {
         let path = self.own_pages.as_ref().and_then(|own| own.path_to(self.at(page), self.entries.count()));
-        let Some(path) = path else { return Ok(false) };
-        for at in path {
-            self.fill(self.first_page + at as u64, Access::Write)?;
-        }
-        Ok(true)
+        path.is_some_and(|mut path| path.all(|at| self.fill(self.first_page + at as u64, Access::Write).is_ok()))
     }
 
     /// Unmaps pages, except those that belong to the view.
