@@ -477,6 +477,34 @@ fn system_calls_can_write_to_prefaulted_ranges() {
     drop(prefaulted);
 }
 
+/// Prefaulted pages are removed from the file. Their memory must not get pages of another file until the guard is
+/// dropped, because the kernel may still transfer data to it. The view must show that the pages are gone.
+#[test]
+fn prefaulted_memory_is_not_reused() {
+    for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
+        let cache = cache(policy, 8 * MIB);
+        let (file, other) = (cache.create().unwrap(), cache.create().unwrap());
+        file.write_at(&bytes(4 * MIB), 0).unwrap();
+        let view = file.view_mut(0..4 * MIB as u64).unwrap();
+        let prefaulted = view.prefault_mut(PAGE_BYTES..4 * MIB).unwrap();
+        let begins = |file: &Mapping| -> Vec<usize> {
+            let pins = file.pin_range(0, file.size_bytes() as usize).unwrap();
+            pins.iter().map(|pin| pin.as_ptr() as usize).collect()
+        };
+        let before = begins(&file);
+        file.truncate(0).unwrap();
+        let written = (0..8).take_while(|at| matches!(other.write_at(&bytes(MIB), at * MIB as u64), Ok(MIB))).count();
+        assert!((1..5).contains(&written), "{written} MiB were free");
+        other.truncate((written * MIB) as u64).unwrap();
+        assert!(begins(&other).iter().all(|addr| !before[1..].contains(addr)), "memory was reused");
+        file.truncate(4 * MIB as u64).unwrap();
+        assert_file(&file, &vec![0; 4 * MIB]);
+        drop(prefaulted);
+        other.write_at(&bytes(6 * MIB), 0).unwrap();
+        assert_view(&view, 0, &[0; MIB]);
+    }
+}
+
 /// Bytes of a view are borrowed as a slice. All calls that change the file must fail until the guards are dropped;
 /// reads and pins must work, and no memory of the range may be evicted.
 #[test]

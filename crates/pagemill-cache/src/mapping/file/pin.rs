@@ -445,6 +445,20 @@ impl Pin<'_> {
     }
 }
 
+impl Pin<'_> {
+    /// Returns whether the folio is still in its file. Once it was removed, it never is again while it is pinned.
+    pub(crate) fn is_in_file(&self) -> bool {
+        self.frame.word.load().kind() == Kind::Live
+    }
+
+    /// Returns the folio's number in the pool. The caller ends the pin.
+    pub(crate) fn into_number(self) -> u32 {
+        let number = self.file.pool.number_of(self.frame);
+        std::mem::forget(self);
+        number
+    }
+}
+
 impl fmt::Debug for Pin<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pin").field("len_bytes", &self.len_bytes).finish_non_exhaustive()

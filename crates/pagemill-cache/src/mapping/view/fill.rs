@@ -63,14 +63,14 @@ pub(super) fn fill(window: &Window, addr: usize, access: Access) -> Verdict {
 
 /// As [`Window::fill`]. If other accesses use all pages of a cache that can evict, waits for a page as for a folio that
 /// is in use: an access cannot be repeated by the program, unlike a call.
-fn fill_within_wait(window: &Window, page: u64, access: Access) -> Result<u64> {
+fn fill_within_wait(window: &Window, page: u64, access: Access) -> Result<()> {
     let mut timed_wait = TimedWait::new();
     loop {
         match window.fill(page, access) {
             Err(error @ Error::NoMemory { .. }) if window.file.store.is_some() => {
                 timed_wait.wait().map_err(|_| error)?;
             }
-            result => return result,
+            result => return result.map(drop),
         }
     }
 }

@@ -4,7 +4,7 @@
 use super::pieces::Access;
 use super::window::{Window, Writes};
 use super::{BORROWED, registry};
-use crate::mapping::Mapping;
+use crate::mapping::{Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use pagemill_sys::fault::{self, AllSignalsBlocked};
 use pagemill_sys::mem;
@@ -200,6 +200,11 @@ impl View {
     /// of the range. So does an unmapping nearby in a process that has used up its mappings; the pages are then mapped
     /// again at the next access, and system calls can fail with `EFAULT` until then.
     ///
+    /// Direct or asynchronous I/O (`O_DIRECT`, io_uring) can use the memory of pages after they were unmapped. The
+    /// memory of the pages that were prefaulted is not reused before the result is dropped, also if the file loses
+    /// them, so keep the result until the I/O has ended. I/O on other pages of a view, or that begins after such a
+    /// loss, has no such protection.
+    ///
     /// # Errors
     ///
     /// [`Error::PastEnd`] if the range does not lie in the view, or in the OS pages of the file. [`Error::BadRange`] if
@@ -212,13 +217,13 @@ impl View {
 
     fn prefault_for(&self, range: Range<usize>, access: Access) -> Result<Prefaulted<'_>> {
         let pages = self.pages_of(range.clone())?;
-        let prefaulted = Prefaulted { view: self, pages: pages.clone() };
+        let mut prefaulted = Prefaulted { view: self, pages: pages.clone(), pins: Vec::new() };
         {
             // As in `File::unmap_from_views`.
             let _blocked = AllSignalsBlocked::begin();
             self.window.kept.with(|kept| kept.push(pages.clone()));
         }
-        self.fill(pages, range, access)?;
+        self.fill(pages, range, access, |pin| prefaulted.pins.push(pin.into_number()))?;
         Ok(prefaulted)
     }
 
@@ -262,7 +267,7 @@ impl View {
     pub fn lock(&self, range: Range<usize>) -> Result<()> {
         let pages = self.pages_of(range.clone())?;
         self.window.lock(pages.clone());
-        self.fill(pages.clone(), range, Access::Read).inspect_err(|_| _ = self.window.unlock(&pages))
+        self.fill(pages.clone(), range, Access::Read, |_| {}).inspect_err(|_| _ = self.window.unlock(&pages))
     }
 
     /// Ends one [`View::lock`] of a range.
@@ -333,8 +338,9 @@ impl View {
         Ok(self.window.pages_of(range))
     }
 
-    /// Reads pages into memory and maps them. `range` are the bytes of the view in them.
-    fn fill(&self, pages: Range<u64>, range: Range<usize>, access: Access) -> Result<()> {
+    /// Reads pages into memory and maps them, and passes pins of their folios to `keep`. `range` are the bytes of the
+    /// view in the pages.
+    fn fill(&self, pages: Range<u64>, range: Range<usize>, access: Access, mut keep: impl FnMut(Pin)) -> Result<()> {
         // The last software page may have OS pages behind the end, which are not mapped.
         let (end, size_bytes) = (self.window.offset + range.end as u64, self.window.file.size_bytes());
         let is_past = !range.is_empty() && end > size_bytes.next_multiple_of(mem::os_page_bytes() as u64);
@@ -343,7 +349,9 @@ impl View {
         }
         let mut page = pages.start;
         while page < pages.end {
-            page = self.window.fill(page, access)?;
+            let (end, pin) = self.window.fill(page, access)?;
+            pin.into_iter().for_each(&mut keep);
+            page = end;
         }
         Ok(())
     }
@@ -386,7 +394,8 @@ macro_rules! writable_view {
                 self.0.atomic_u64(at)
             }
 
-            /// As [`View::prefault`], for system calls that write to the range. All its pages count as written.
+            /// As [`View::prefault`], for system calls that write to the range, also by direct or asynchronous I/O that
+            /// ends before the result is dropped. All its pages count as written.
             ///
             /// # Errors
             ///
@@ -507,18 +516,25 @@ impl Drop for Bytes<'_> {
 pub struct Prefaulted<'view> {
     view: &'view View,
     pages: Range<u64>,
+    /// Numbers of the folios that this value has pinned, besides the pins of the window's entries: a truncation ends
+    /// those, but the kernel may still transfer data to or from the folios.
+    pins: Vec<u32>,
 }
 
 impl Drop for Prefaulted<'_> {
     fn drop(&mut self) {
-        if self.view.window.file.cache.check().is_err() {
+        let window = &self.view.window;
+        if window.file.cache.check().is_err() {
             return;
         }
-        let _blocked = AllSignalsBlocked::begin();
-        self.view.window.kept.with(|kept| {
-            if let Some(at) = kept.iter().position(|pages| *pages == self.pages) {
-                kept.swap_remove(at);
-            }
-        });
+        {
+            let _blocked = AllSignalsBlocked::begin();
+            window.kept.with(|kept| {
+                if let Some(at) = kept.iter().position(|pages| *pages == self.pages) {
+                    kept.swap_remove(at);
+                }
+            });
+        }
+        self.pins.iter().for_each(|number| window.file.cache.unpin(*number));
     }
 }

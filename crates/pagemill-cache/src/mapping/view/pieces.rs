@@ -6,6 +6,7 @@ use super::registry;
 use super::window::{Window, Writes};
 use crate::folio::Frame;
 use crate::folio::word::Kind;
+use crate::mapping::Pin;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Backoff;
@@ -274,20 +275,20 @@ impl Window {
     }
 
     /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind
-    /// the end of the file if that comes first.
+    /// the end of the file if that comes first, and a pin of the folio, unless the page belongs to the view.
     ///
     /// # Errors
     ///
     /// As [`crate::mapping::Mapping::pin`]. For a write also as [`crate::mapping::Mapping::write_at`].
     /// [`Error::PastEnd`] behind the end of the file. [`Error::System`] if the process or its views may have no more
     /// mappings.
-    pub fn fill(&self, page: u64, access: Access) -> Result<u64> {
+    pub fn fill(&self, page: u64, access: Access) -> Result<(u64, Option<Pin<'_>>)> {
         let file = &self.file;
         let offset = file.offset_of(page).max(self.offset);
         let (mut backoff, mut is_throttled, mut failures) = (Backoff::new(), false, 0);
         for _ in 0..MAX_FILL_ATTEMPTS {
             if self.is_own(page) {
-                return Ok(page + 1);
+                return Ok((page + 1, None));
             }
             let size_bytes = file.size_bytes();
             if offset >= size_bytes {
@@ -312,19 +313,21 @@ impl Window {
             let end = file.index_of(offset + pin.len_bytes() as u64 - 1) + 1;
             drop(blocked);
             match mapped {
-                Mapped::Yes if self.is_own(page) => return Ok(page + 1),
+                Mapped::Yes if self.is_own(page) => return Ok((page + 1, None)),
+                // The pinned folio was removed from the file, and another one may be mapped.
+                Mapped::Yes if !pin.is_in_file() => {}
                 // The mapping ends at the next page that belongs to the view, or at the end of the file. A huge folio
                 // may have pages behind both.
                 Mapped::Yes => {
                     let end = end.min(size_bytes.div_ceil(file.page_bytes() as u64));
-                    return Ok(self.end_of_shared_pages(page, end));
+                    return Ok((self.end_of_shared_pages(page, end), Some(pin)));
                 }
                 // The entry may have a folio that was removed from the file.
                 Mapped::No => self.unmap(page..page + 1, Unmap::Always),
                 Mapped::Failed(error) => {
                     drop(pin);
                     if access == Access::Write && self.copy_with_neighbours(page) {
-                        return Ok(page + 1);
+                        return Ok((page + 1, None));
                     }
                     failures += 1;
                     if failures > MAX_FAILURES {
