@@ -161,3 +161,34 @@ fn a_private_write_does_not_fail_for_another_page() {
     }
     assert_eq!(read_byte(&view, 10 * PAGE_BYTES + 1), 7);
 }
+
+/// A range of small folios that are in memory is prefaulted and locked. Each group of 16 pages must take one mapping. All
+/// folios must be pinned by the guard, also after the file has lost them.
+#[test]
+fn prefaulted_pages_are_mapped_together() {
+    if !is_child("prefaulted_pages_are_mapped_together") {
+        return;
+    }
+    let (cache, len) = (cache(16 * MIB), 4 * MIB);
+    let file = cache.create().unwrap();
+    file.write_at(&(0..len).map(byte_at).collect::<Vec<_>>(), 0).unwrap();
+    let assert_few_mappings = |groups: usize| {
+        let mappings = stats::get(Counter::ViewMappings) as usize;
+        // Some pages may not lie beside each other in the pool.
+        assert!((groups..groups + groups / 4).contains(&mappings), "{mappings} mappings of {groups} groups");
+    };
+    let view = file.view_mut(0..len as u64).unwrap();
+    let prefaulted = view.prefault_mut(PAGE_BYTES..len - PAGE_BYTES).unwrap();
+    assert_few_mappings(len / GROUP_BYTES);
+    assert_eq!(stats::get(Counter::ViewFaults), 0);
+    (0..len).step_by(PAGE_BYTES).for_each(|at| assert_eq!(read_byte(&view, at), byte_at(at)));
+    assert_few_mappings(len / GROUP_BYTES);
+    let other = file.view(0..len as u64).unwrap();
+    other.lock(0..len).unwrap();
+    assert_few_mappings(2 * len / GROUP_BYTES);
+    other.unlock(0..len).unwrap();
+    file.truncate(0).unwrap();
+    assert_eq!(cache.usage().locked, (len - 2 * PAGE_BYTES) as u64);
+    drop(prefaulted);
+    assert_eq!(cache.usage().locked, 0);
+}

@@ -341,8 +341,9 @@ impl View {
     /// Reads pages into memory and maps them, and passes pins of their folios to `keep`. `range` are the bytes of the
     /// view in the pages.
     fn fill(&self, pages: Range<u64>, range: Range<usize>, access: Access, mut keep: impl FnMut(Pin)) -> Result<()> {
+        let file = &self.window.file;
         // The last software page may have OS pages behind the end, which are not mapped.
-        let (end, size_bytes) = (self.window.offset + range.end as u64, self.window.file.size_bytes());
+        let (end, size_bytes) = (self.window.offset + range.end as u64, file.size_bytes());
         let is_past = !range.is_empty() && end > size_bytes.next_multiple_of(mem::os_page_bytes() as u64);
         if is_past && self.window.writes != Writes::Private {
             return Err(Error::PastEnd { offset: end, size_bytes });
@@ -350,8 +351,19 @@ impl View {
         let mut page = pages.start;
         while page < pages.end {
             let (end, pin) = self.window.fill(page, access)?;
+            let is_small = pin.as_ref().is_some_and(|pin| pin.folio_bytes() == file.page_bytes() as u64);
             pin.into_iter().for_each(&mut keep);
-            page = end;
+            page += 1;
+            if !is_small {
+                page = end;
+            }
+            // Each of the small folios that were mapped together needs a pin, unless the file has just lost it.
+            while page < end.min(pages.end)
+                && let Some(place) = file.pin_page(page)?
+            {
+                keep(file.guard_of(place, file.offset_of(page)));
+                page += 1;
+            }
         }
         Ok(())
     }

@@ -52,7 +52,8 @@ pub(super) enum Mapper {
 /// Result of mapping a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mapped {
-    Yes,
+    /// The page is mapped, and those that were mapped by the same call: up to this page, without it.
+    Yes(u64),
     /// Another thread changes the entry.
     Busy,
     /// The page is not in memory, or [`Window::fill`] is needed for another reason.
@@ -90,7 +91,7 @@ impl Window {
         fence(SeqCst);
         if self.is_own(page) {
             self.entries.release(at, seen, seen);
-            return Mapped::Yes;
+            return Mapped::Yes(page + 1);
         }
         let is_inside = offset < self.end_of_file();
         let number = seen.number().map_or_else(|| if is_inside { self.pin(page, mapper) } else { Err(None) }, Ok);
@@ -124,7 +125,7 @@ impl Window {
         } else {
             Mapped::No
         };
-        let is_mapped = mapped == Mapped::Yes;
+        let is_mapped = matches!(mapped, Mapped::Yes(_));
         // The entry keeps the pin of a folio that must be freed by its last unpin, because that needs a lock, and of
         // one that may be mapped. An entry whose page was copied is no piece.
         let is_empty = !is_right && seen == Entry::EMPTY && frame.word.unpin_unless_freed();
@@ -258,7 +259,7 @@ impl Window {
             // SAFETY: the addresses lie in the window, whose pages are accessed only through mappings. The source is a
             // mapping of the pool's memory.
             match unsafe { window::map_again(source, len_bytes, to) } {
-                Ok(()) => Mapped::Yes,
+                Ok(()) => Mapped::Yes(self.file.index_of(bytes.end - 1) + 1),
                 Err(error) => {
                     Self::reserve_if_unmapped(&(to..to + len_bytes));
                     Mapped::Failed(error)
@@ -274,8 +275,8 @@ impl Window {
         });
     }
 
-    /// Reads a page into memory and maps its folio for an access. Returns the first page behind the folio, or behind
-    /// the end of the file if that comes first, and a pin of the folio, unless the page belongs to the view.
+    /// Reads a page into memory and maps its folio for an access, and small folios beside it that are in memory. Returns
+    /// the page behind those that are mapped, and a pin of the page's folio, unless the page belongs to the view.
     ///
     /// # Errors
     ///
@@ -310,18 +311,12 @@ impl Window {
             }
             let blocked = AllSignalsBlocked::begin();
             let mapped = self.try_map(offset, access, Mapper::Filler);
-            let end = file.index_of(offset + pin.len_bytes() as u64 - 1) + 1;
             drop(blocked);
             match mapped {
-                Mapped::Yes if self.is_own(page) => return Ok((page + 1, None)),
+                Mapped::Yes(_) if self.is_own(page) => return Ok((page + 1, None)),
                 // The pinned folio was removed from the file, and another one may be mapped.
-                Mapped::Yes if !pin.is_in_file() => {}
-                // The mapping ends at the next page that belongs to the view, or at the end of the file. A huge folio
-                // may have pages behind both.
-                Mapped::Yes => {
-                    let end = end.min(size_bytes.div_ceil(file.page_bytes() as u64));
-                    return Ok((self.end_of_shared_pages(page, end), Some(pin)));
-                }
+                Mapped::Yes(_) if !pin.is_in_file() => {}
+                Mapped::Yes(end) => return Ok((end, Some(pin))),
                 // The entry may have a folio that was removed from the file.
                 Mapped::No => self.unmap(page..page + 1, Unmap::Always),
                 Mapped::Failed(error) => {
@@ -415,13 +410,6 @@ impl Window {
         let numbers = run[..count].iter().filter_map(|seen| seen.number());
         numbers.for_each(|number| self.file.cache.unpin(number));
         pages.start + count as u64
-    }
-
-    /// Returns the first page behind `page`, before `end`, that belongs to the view; `end` if there is none.
-    fn end_of_shared_pages(&self, page: u64, end: u64) -> u64 {
-        let Some(own_pages) = &self.own_pages else { return end };
-        let (from, to) = (self.at(page + 1), self.at(end.min(self.pages().end)));
-        self.first_page + own_pages.next(from.min(to), to) as u64
     }
 
     /// Unmaps all pages. Called once, when no other thread uses the window.

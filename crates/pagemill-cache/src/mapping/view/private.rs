@@ -128,12 +128,6 @@ impl OwnPages {
         self.bits.with(|bits| bits.has(at))
     }
 
-    /// Returns the first page from entry `at` on that belongs to the view; `end` if there is none before it.
-    pub fn next(&self, at: usize, end: usize) -> usize {
-        let _blocked = AllSignalsBlocked::begin();
-        self.bits.with(|bits| bits.next(at, end, true))
-    }
-
     /// Returns the pages from the nearest page of the view to entry `at`, in the order in which each has one of the
     /// view beside it; `None` if none is within [`MAX_DISTANCE`], or if one is beside `at` already.
     fn path_to(&self, at: usize, count: usize) -> Option<impl Iterator<Item = usize> + use<>> {
@@ -190,7 +184,7 @@ impl Window {
             match unsafe { window::move_pages(copy, len_bytes, to) } {
                 Ok(()) => {
                     entry::change_own_pieces(bits.insert(at));
-                    Mapped::Yes
+                    Mapped::Yes(page + 1)
                 }
                 Err(error) => {
                     Self::reserve_if_unmapped(&(to..to + len_bytes));

@@ -143,7 +143,7 @@ fn resolve(window: &Window, addr: usize, access: Option<fault::Access>) -> Verdi
     }
     stats::add(Counter::ViewFaults, 1);
     let verdict = match window.try_map(window.offset_at(addr), access, Mapper::Handler) {
-        Mapped::Yes => Verdict::Resolved,
+        Mapped::Yes(_) => Verdict::Resolved,
         Mapped::Busy => Verdict::Again,
         Mapped::No | Mapped::Failed(_) => fill::fill(window, addr, access),
     };
