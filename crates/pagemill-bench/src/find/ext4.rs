@@ -27,7 +27,7 @@ impl Ext4Image {
     ///
     /// [`Error::Gap`] that says what is missing, such as the program `mkfs.ext4`, a loop device, or ext4 in the kernel.
     pub fn new(inodes: u64) -> Result<Self> {
-        let failed = |cause: std::io::Error| Error::Gap(format!("ext4: {cause}"));
+        let failed = |cause: std::io::Error| Error::Gap(cause.to_string());
         let file = NamedTempFile::new().map_err(failed)?;
         let folder = TempDir::new().map_err(failed)?;
         let image = Self { file, folder, inodes };
@@ -41,7 +41,7 @@ impl Ext4Image {
     ///
     /// As [`Ext4Image::new`].
     pub fn mount(&self) -> Result<MountedExt4<'_>> {
-        self.file.as_file().set_len(IMAGE_BYTES).map_err(|cause| Error::Gap(format!("ext4: {cause}")))?;
+        self.file.as_file().set_len(IMAGE_BYTES).map_err(|cause| Error::Gap(cause.to_string()))?;
         let mut make = Command::new("mkfs.ext4");
         run(make.args(["-q", "-F", "-N", &self.inodes.to_string()]).arg(self.file.path()))?;
         let mut mount = Command::new("mount");
@@ -74,7 +74,7 @@ impl Drop for MountedExt4<'_> {
 /// Runs a command. The error has the first line that the command printed.
 fn run(command: &mut Command) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let gap = |what: &str| Error::Gap(format!("ext4: {name}: {what}"));
+    let gap = |what: &str| Error::Gap(format!("{name}: {what}"));
     let output = command.stdin(Stdio::null()).output().map_err(|cause| gap(&cause.to_string()))?;
     let complaint = String::from_utf8_lossy(&output.stderr);
     match output.status.success() {
