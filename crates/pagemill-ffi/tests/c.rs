@@ -15,13 +15,18 @@ use std::process::{Command, Stdio};
 
 /// Builds the C program `source` of tests/c with this crate's library. Returns the path of the executable.
 fn build_c_program(folder: &Path, source: &str) -> PathBuf {
+    build(folder, &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source))
+}
+
+/// Builds a C program with this crate's library. Returns the path of the executable.
+fn build(folder: &Path, source: &Path) -> PathBuf {
     let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let program = folder.join("program");
     let output = Command::new("cc")
         .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
         .arg(&program)
-        .arg(crate_folder.join("tests/c").join(source))
+        .arg(source)
         .arg("-I")
         .arg(crate_folder.join("include"))
         .arg("-L")
@@ -43,6 +48,21 @@ fn c_program_marks_and_unmarks() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
+}
+
+/// The C program of docs/recipe-c.md must work with the library, too. Nothing is purged, because `malloc_trim` is that of
+/// the C library.
+#[test]
+fn c_program_of_the_recipe_works_with_the_library() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/recipe-c.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let source = page.split("```c\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    std::fs::write(folder.path().join("tile.c"), source).unwrap();
+    let output = Command::new(build(folder.path(), &folder.path().join("tile.c"))).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{:?}: {said}", output.status);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "kept\nkept\n");
 }
 
 /// A C program reads its figures before it marks 64 MiB as volatile, while they are marked, and after it has unmarked

@@ -220,3 +220,27 @@ pub mod metrics {
 pub mod units {
     pub use pagemill_core::units::{Bytes, PageSize, parse_bytes};
 }
+
+/// The Rust blocks of the documentation, which the tests compile and run.
+#[cfg(doctest)]
+mod documentation {
+    #[doc = include_str!("../../../README.md")]
+    mod readme {}
+    #[doc = include_str!("../README.md")]
+    mod readme_of_the_crate {}
+    #[doc = include_str!("../../../docs/recipe-rust-cache.md")]
+    mod recipe_rust_cache {}
+    #[doc = include_str!("../../../docs/recipe-file-cache.md")]
+    mod recipe_file_cache {}
+    #[doc = include_str!("../../../docs/volatile.md")]
+    mod volatile {}
+    #[doc = include_str!("../../../docs/mapping.md")]
+    mod mapping {}
+    #[doc = include_str!("../../../docs/files-behind.md")]
+    mod files_behind {}
+    #[doc = include_str!("../../../docs/slab.md")]
+    mod slab {}
+    #[cfg(feature = "ramfs")]
+    #[doc = include_str!("../../../docs/ramfs.md")]
+    mod ramfs {}
+}
