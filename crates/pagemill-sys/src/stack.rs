@@ -113,8 +113,8 @@ impl<F: FnOnce() -> R, R> Call<F, R> {
     }
 }
 
-/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end here:
-/// the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
+/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end
+/// here: the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
 ///
 /// # Safety
 ///
@@ -138,8 +138,8 @@ unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_vo
     )
 }
 
-/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end here:
-/// the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
+/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end
+/// here: the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
 ///
 /// # Safety
 ///

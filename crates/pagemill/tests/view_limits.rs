@@ -162,8 +162,8 @@ fn a_private_write_does_not_fail_for_another_page() {
     assert_eq!(read_byte(&view, 10 * PAGE_BYTES + 1), 7);
 }
 
-/// A range of small folios that are in memory is prefaulted and locked. Each group of 16 pages must take one mapping. All
-/// folios must be pinned by the guard, also after the file has lost them.
+/// A range of small folios that are in memory is prefaulted and locked. Each group of 16 pages must take one mapping.
+/// All folios must be pinned by the guard, also after the file has lost them.
 #[test]
 fn prefaulted_pages_are_mapped_together() {
     if !is_child("prefaulted_pages_are_mapped_together") {

@@ -149,8 +149,8 @@ impl Window {
         }
     }
 
-    /// Called after a mapping of a range has failed: the kernel may have unmapped the range already. If so, reserves it.
-    /// Otherwise what is mapped there stays.
+    /// Called after a mapping of a range has failed: the kernel may have unmapped the range already. If so, reserves
+    /// it. Otherwise what is mapped there stays.
     pub(super) fn reserve_if_unmapped(range: &Range<usize>) {
         let is_mapped = || mem::is_mapped(range.start, range.len()).is_ok();
         if !is_mapped() {
