@@ -276,7 +276,8 @@ impl Window {
     }
 
     /// Reads a page into memory and maps its folio for an access, and small folios beside it that are in memory.
-    /// Returns the page behind those that are mapped, and a pin of the page's folio, unless the page belongs to the view.
+    /// Returns the page behind those that are mapped, and a pin of the page's folio, unless the page belongs to the
+    /// view.
     ///
     /// # Errors
     ///
