@@ -322,7 +322,7 @@ fn views_come_and_go() {
             });
         }
     });
-    assert_eq!(cache.usage().locked, 0);
+    assert_nothing_locked(&cache);
 }
 
 /// A store fails. A child process must get a `SIGBUS`, and `prefault` must return the error of the store.
