@@ -3,15 +3,20 @@
 //! Each test runs in a child process of its own, because the limits concern all views of a process.
 #![allow(unsafe_code)] // uses up the mappings of the process
 
+#[path = "common/stores.rs"]
+mod stores;
+
 use pagemill_cache::mapping::policy::Never;
 use pagemill_cache::mapping::{PageCache, Source, View};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{PageSize, os_page_bytes};
-use pagemill_store::{MemoryStore, Store};
+use pagemill_store::MemoryStore;
 use pagemill_testbed::Testbed;
 use std::io;
+use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
+use stores::HookedStore;
 
 const PAGE_BYTES: usize = 4 << 10;
 const MIB: usize = 1 << 20;
@@ -100,39 +105,6 @@ fn a_clean_page_is_written_at_the_limit_of_the_system() {
     assert_eq!(read_byte(&view, len - PAGE_BYTES), 1);
 }
 
-/// A store with a page that cannot be read.
-struct BadPage {
-    store: MemoryStore,
-    at: u64,
-}
-
-impl Store for BadPage {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.store.size_bytes()
-    }
-
-    fn block_bytes(&self) -> usize {
-        self.store.block_bytes()
-    }
-
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        let is_bad = offset < self.at + PAGE_BYTES as u64 && offset + to.len() as u64 > self.at;
-        if is_bad { Err(io::Error::from_raw_os_error(libc::EIO)) } else { self.store.read(offset, to) }
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.store.write(offset, from)
-    }
-
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.store.set_size(size_bytes)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.store.sync()
-    }
-}
-
 /// Views have as many mappings as they may have. A write to a private view would first copy the pages up to the nearest
 /// copy, of which the store cannot read one. The write must nevertheless succeed.
 #[test]
@@ -142,7 +114,11 @@ fn a_private_write_does_not_fail_for_another_page() {
     }
     let (cache, len) = (cache(256 * MIB), MIB);
     let store = MemoryStore::new((0..len).map(byte_at).collect(), 512);
-    let file = cache.open(Arc::new(BadPage { store, at: 3 * PAGE_BYTES as u64 })).unwrap();
+    let before_read = |read: Range<u64>| {
+        let is_bad = read.start < 4 * PAGE_BYTES as u64 && read.end > 3 * PAGE_BYTES as u64;
+        if is_bad { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
+    };
+    let file = cache.open(Arc::new(HookedStore { inner: store, before_read })).unwrap();
     let view = file.view_private(0..len as u64).unwrap();
     let filler_bytes = (max_mappings() / 4 + 10) * GROUP_BYTES;
     let filler = cache.create().unwrap();

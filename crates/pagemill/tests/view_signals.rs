@@ -4,20 +4,24 @@
 //! A test runs each of its scenes in a child process, because handlers belong to a process, and some scenes end it.
 #![allow(unsafe_code)] // installs handlers, raises signals, accesses memory wrongly on purpose
 
+#[path = "common/stores.rs"]
+mod stores;
+
 use pagemill::cache::handle_fault;
 use pagemill_cache::mapping::policy::Never;
 use pagemill_cache::mapping::{Mapping, PageCache, Source, View, ViewMut};
 use pagemill_core::units::{PageSize, os_page_bytes};
-use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
+use pagemill_store::{Faults, FaultyStore, MemoryStore};
 use pagemill_testbed::Testbed;
 use std::backtrace::Backtrace;
 use std::ffi::c_void;
-use std::io;
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use stores::HookedStore;
 
 const MIB: usize = 1 << 20;
 const PAGE_BYTES: usize = 4 << 10;
@@ -397,41 +401,6 @@ fn sigbus_has_the_address_and_the_reason() {
     assert_eq!((scene.read(6 * FAR_BYTES), take_fault()), (byte_at(6 * FAR_BYTES), (0, 0)));
 }
 
-/// A store that takes a backtrace at each read, and panics at reads of a page.
-struct Tracing {
-    store: MemoryStore,
-    panics_at: u64,
-    latest: Mutex<String>,
-}
-
-impl Store for Tracing {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.store.size_bytes()
-    }
-
-    fn block_bytes(&self) -> usize {
-        self.store.block_bytes()
-    }
-
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        *self.latest.lock().unwrap() = Backtrace::force_capture().to_string();
-        assert!(!(offset..offset + to.len() as u64).contains(&self.panics_at), "the store panics");
-        self.store.read(offset, to)
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.store.write(offset, from)
-    }
-
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.store.set_size(size_bytes)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.store.sync()
-    }
-}
-
 /// An access calls a store on a stack of Pagemill. There the store takes a backtrace, and panics, for which Rust prints
 /// one. The backtrace must end with that stack. The panic must raise `SIGBUS`, and later accesses must work.
 #[test]
@@ -444,14 +413,21 @@ fn stores_take_backtraces() {
     unsafe { std::env::set_var("RUST_BACKTRACE", "full") };
     install(libc::SIGBUS, record_fault, libc::SA_ONSTACK);
     let store = MemoryStore::new((0..MIB).map(byte_at).collect(), 512);
-    let store = Arc::new(Tracing { store, panics_at: PANICS_AT as u64, latest: Mutex::default() });
+    let latest = Arc::new(Mutex::new(String::new()));
+    let trace_to = latest.clone();
+    let before_read = move |read: Range<u64>| {
+        *trace_to.lock().unwrap() = Backtrace::force_capture().to_string();
+        assert!(!read.contains(&(PANICS_AT as u64)), "the store panics");
+        Ok(())
+    };
+    let store = Arc::new(HookedStore { inner: store, before_read });
     let builder = PageCache::builder("traced").limit(16 << 20).policy(Never).source(Source::Shared);
-    let file = builder.build_in(Testbed::for_test().caches).unwrap().open(store.clone()).unwrap();
+    let file = builder.build_in(Testbed::for_test().caches).unwrap().open(store).unwrap();
     let view = file.view_mut(0..MIB as u64).unwrap();
     assert_eq!(read_byte(&view, 9), byte_at(9));
-    let trace = std::mem::take(&mut *store.latest.lock().unwrap());
+    let trace = std::mem::take(&mut *latest.lock().unwrap());
     let last = trace.lines().rfind(|line| !line.trim_start().starts_with("at ")).unwrap();
-    assert!(trace.contains("Tracing") && last.ends_with("call_on_stack"), "{trace}");
+    assert!(trace.contains("HookedStore") && last.ends_with("call_on_stack"), "{trace}");
     assert_eq!((read_byte(&view, PANICS_AT), take_fault().0), (0, view.as_ptr() as usize + PANICS_AT));
     assert_eq!((read_byte(&view, 4 * FAR_BYTES), take_fault()), (byte_at(4 * FAR_BYTES), (0, 0)));
 }

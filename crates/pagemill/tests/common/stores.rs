@@ -1,10 +1,45 @@
-//! A store in memory that panics on writes, or does not complete its transfers.
+//! Stores in memory: one that panics on writes, or does not complete its transfers, and one that calls a function first.
 #![allow(dead_code)] // each test file uses a part of this module
 
 use pagemill_store::{MemoryStore, Store, Transfer};
 use std::io;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+/// A [`MemoryStore`] that calls a function before each read, with the bytes of the store that are read. An error of the
+/// function is the result of the read.
+pub struct HookedStore<F> {
+    pub inner: MemoryStore,
+    pub before_read: F,
+}
+
+impl<F: Fn(Range<u64>) -> io::Result<()> + Send + Sync + 'static> Store for HookedStore<F> {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.inner.size_bytes()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.inner.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        (self.before_read)(offset..offset + to.len() as u64)?;
+        self.inner.read(offset, to)
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.inner.write(offset, from)
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.inner.set_size(size_bytes)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.inner.sync()
+    }
+}
 
 /// A [`MemoryStore`] that panics on writes, or never completes transfers.
 pub struct BrokenStore {
