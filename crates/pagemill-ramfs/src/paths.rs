@@ -65,7 +65,9 @@ impl RamFs {
             None if walked.has_slash => Err(Error::IsDirectory),
             None => {
                 let mode = options.mode.unwrap_or(0o666);
-                match inner.make_in_use(walked.directory, walked.name(), NewInode::Regular, mode, &self.caller) {
+                // In use before its name can be removed.
+                let begin = |ino, inode| inner.active.begin_new(ino, inode);
+                match inner.make(walked.directory, walked.name(), NewInode::Regular, mode, &self.caller, begin) {
                     Ok(active) => Ok(File::of(&self.inner, active, options, &self.caller)),
                     // Another thread has created it meanwhile: open that file.
                     Err(Error::Exists) if !options.create_new => Err(crate::fs::STALE),
@@ -96,7 +98,7 @@ impl RamFs {
             if walked.has_slash && !matches!(new, NewInode::Directory) {
                 return Err(Error::NotFound);
             }
-            inner.make(walked.directory, walked.name(), new, mode, &self.caller)
+            inner.make(walked.directory, walked.name(), new, mode, &self.caller, |_, _| ())
         })
     }
 

@@ -24,7 +24,7 @@ pub struct Quota {
     /// Bytes of memory of file data, in whole pages.
     pub bytes: u64,
     /// Files, directories and other inodes below the directory. Each further name of a file, and each KiB of a file's
-    /// extended attributes or of a symbolic link's target, counts as one more.
+    /// extended attributes (with 96 bytes for each) or of a symbolic link's target, counts as one more.
     pub inodes: u64,
 }
 

@@ -168,7 +168,8 @@ impl RamFs {
 
     fn make_entry(&self, parent: Ino, name: &[u8], new: NewInode<'_>, mode: u32, caller: &Caller) -> Result<Entry> {
         let inner = &*self.inner;
-        inner.entry_of(&*inner.make_in_use(inner.handle_of(parent)?, name, new, mode, caller)?)
+        let begin = |ino, inode| inner.active.begin_new(ino, inode);
+        inner.entry_of(&*inner.make(inner.handle_of(parent)?, name, new, mode, caller, begin)?)
     }
 
     /// Creates a directory.

@@ -60,36 +60,12 @@ impl Inner {
         Ok(located)
     }
 
-    /// Creates an inode with a name. The umask of the caller applies.
+    /// Creates an inode with a name, and calls `then` before other threads can find it. The umask of the caller applies.
     ///
     /// # Errors
     ///
     /// [`Error::Exists`], and those of names, permissions and space.
-    pub fn make(
-        &self,
-        directory: InodeHandle,
-        name: &[u8],
-        new: NewInode<'_>,
-        mode: u32,
-        caller: &Caller,
-    ) -> Result<()> {
-        self.make_and(directory, name, new, mode, caller, |_, _| ())
-    }
-
-    /// As [`Inner::make`]; the new inode is in use, so it exists even if its name is removed at once.
-    pub fn make_in_use(
-        &self,
-        directory: InodeHandle,
-        name: &[u8],
-        new: NewInode<'_>,
-        mode: u32,
-        caller: &Caller,
-    ) -> Result<Arc<Active>> {
-        self.make_and(directory, name, new, mode, caller, |ino, inode| self.active.begin_new(ino, inode))
-    }
-
-    /// Creates an inode and calls `then` before other threads can find its name.
-    fn make_and<T>(
+    pub fn make<T>(
         &self,
         directory: InodeHandle,
         name: &[u8],
