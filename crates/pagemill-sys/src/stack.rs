@@ -120,9 +120,9 @@ impl<F: FnOnce() -> R, R> Call<F, R> {
 ///
 /// `top` must be the upper end of a writable range that is large enough for `function`, and be aligned to 16 bytes.
 /// `function` must return normally, without unwinding or jumping out, and must accept `argument`.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    #[cfg(target_arch = "x86_64")]
     core::arch::naked_asm!(
         ".cfi_startproc",
         ".cfi_undefined rip",
@@ -135,19 +135,8 @@ unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_vo
         "pop rbp",
         "ret",
         ".cfi_endproc",
-    )
-}
-
-/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards. Backtraces end
-/// here: the caller's frame is not on this stack, and behind `top` other memory may lie, or none.
-///
-/// # Safety
-///
-/// `top` must be the upper end of a writable range that is large enough for `function`, and be aligned to 16 bytes.
-/// `function` must return normally, without unwinding or jumping out, and must accept `argument`.
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    );
+    #[cfg(target_arch = "aarch64")]
     core::arch::naked_asm!(
         ".cfi_startproc",
         ".cfi_undefined x30",
@@ -160,7 +149,7 @@ unsafe extern "C" fn call_on_stack(top: usize, function: extern "C" fn(*mut c_vo
         "ldp x29, x30, [sp], #16",
         "ret",
         ".cfi_endproc",
-    )
+    );
 }
 
 #[cfg(test)]
