@@ -320,6 +320,11 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         self.call(|calls| calls.syncs += 1, |shared, _| shared.inner.sync())
     }
 
+    /// Injects no faults.
+    fn discard(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        self.0.inner.discard(offset, len_bytes)
+    }
+
     fn is_writable(&self) -> bool {
         self.0.inner.is_writable()
     }

@@ -137,6 +137,17 @@ pub trait Store: Any + Send + Sync {
     /// Errors of the store.
     fn sync(&self) -> io::Result<()>;
 
+    /// Frees the space of a range whose bytes are not needed any more. They may read as anything afterwards. The range
+    /// consists of whole blocks. The length of the store does not change. The default does nothing.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the store, such as `EOPNOTSUPP`. The range then keeps its space.
+    fn discard(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        let _ = (offset, len_bytes);
+        Ok(())
+    }
+
     /// Returns whether the store accepts writes.
     fn is_writable(&self) -> bool {
         true

@@ -90,4 +90,15 @@ impl Store for MemoryStore {
     fn sync(&self) -> io::Result<()> {
         Ok(())
     }
+
+    /// Fills the range with 0xdd, so that tests find reads of discarded bytes.
+    fn discard(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        let at = index_of(offset)?;
+        let end = index_of(offset.saturating_add(len_bytes))?;
+        self.with_bytes(|bytes| {
+            let len = bytes.len();
+            bytes[at.min(len)..end.min(len)].fill(0xdd);
+        });
+        Ok(())
+    }
 }

@@ -6,7 +6,7 @@
 
 use crate::file::{self, Fd};
 use crate::result::retry_interrupted;
-use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, StatxFlags};
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{Advice, madvise};
 use std::ffi::CStr;
@@ -170,6 +170,17 @@ impl Disk {
             return Err(Errno::FBIG.into());
         }
         Ok(retry_on_intr(|| fs::ftruncate(self, size_bytes))?)
+    }
+
+    /// Frees the space of a range of the file, which reads zero afterwards. The length does not change. A device
+    /// discards or zeroes the range.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `fallocate`: `EOPNOTSUPP` where the file system cannot punch holes, `EINVAL` for an empty range.
+    pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(retry_on_intr(|| fs::fallocate(self, how, offset, len_bytes))?)
     }
 
     /// Blocks until the file's data, and the metadata needed to read them, are on the device.

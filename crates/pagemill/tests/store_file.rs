@@ -551,3 +551,22 @@ fn errors_of_a_store_reach_the_caller() {
     assert!(read(store.inner(), 0, 8 * KIB) == pattern(8 * KIB, 1));
     assert_eq!((store.calls().failed, store.calls().count()), (5, 6));
 }
+
+/// A discarded range must read as zeros and use no blocks of the file system. The bytes around it and the length must
+/// stay. A read-only store must refuse.
+#[test]
+fn discarded_ranges_use_no_space() {
+    use std::os::unix::fs::MetadataExt;
+    let folder = folder();
+    let path = folder.path().join("file");
+    let store = FileStore::create(&path).unwrap();
+    store.write(0, &aligned(&pattern(MIB, 5))).unwrap();
+    store.sync().unwrap();
+    let before = fs::metadata(&path).unwrap().blocks();
+    store.discard(256 * KIB as u64, 512 * KIB as u64).unwrap();
+    assert!(fs::metadata(&path).unwrap().blocks() <= before - 1000, "512 KiB are 1024 blocks");
+    let mut expected = pattern(MIB, 5);
+    expected[256 * KIB..768 * KIB].fill(0);
+    assert!(read(&store, 0, MIB) == expected && store.size_bytes().unwrap() == MIB as u64);
+    assert!(FileStore::open_read_only(&path).unwrap().discard(0, 4096).is_err());
+}

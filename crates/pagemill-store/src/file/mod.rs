@@ -262,6 +262,11 @@ impl Store for FileStore {
         synced
     }
 
+    fn discard(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        self.handle.check_write(0, 0)?;
+        self.handle.buffered.punch_hole(offset, len_bytes)
+    }
+
     fn is_writable(&self) -> bool {
         self.handle.is_writable
     }

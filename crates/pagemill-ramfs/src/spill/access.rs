@@ -1,0 +1,270 @@
+//! Reads and writes of files whose segments may be spilled.
+
+use super::segments::{PageSet, Segment, Segments};
+use super::{Spill, store_failed};
+use crate::error::{Error, Result};
+use crate::file_data::FileData;
+use pagemill_core::sync::Relaxed;
+use std::ops::Range;
+use std::sync::Arc;
+
+impl Spill {
+    /// Reads bytes of a file. Returns how many bytes are before the end.
+    pub fn read(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
+        let mut done = 0;
+        while done < to.len() {
+            let at = offset.saturating_add(done as u64);
+            let end = to.len().min(done + (self.range_of(self.index_of(at)).end - at) as usize);
+            match self.read_in_segment(data, segments, &mut to[done..end], at) {
+                Ok(0) => break,
+                Ok(more) => done += more,
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    fn read_in_segment(
+        &self,
+        data: &Arc<FileData>,
+        segments: &Segments,
+        to: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
+        let (index, mut may_restore) = (self.index_of(offset), true);
+        loop {
+            let locked = self.lock(segments, index);
+            let spilled = match segments.get(index) {
+                Some(segment) if !segment.is_resident => segment,
+                found => {
+                    if found.is_some_and(|segment| !segment.is_recent) {
+                        segments.note_use(index);
+                    }
+                    return Ok(data.mapping.read_at(to, offset)?);
+                }
+            };
+            if !may_restore || segments.is_frozen() {
+                return self.read_copy(data, index, &spilled, to, offset);
+            }
+            match self.restore(data, index, &spilled) {
+                Ok(turn) => {
+                    let read = data.mapping.read_at(to, offset);
+                    drop(locked);
+                    self.push(data, index, turn);
+                    return Ok(read?);
+                }
+                Err(Error::NoSpace { .. }) => {
+                    drop(locked);
+                    may_restore = self.make_room(self.bytes_of(spilled.pages));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Reads bytes of a spilled segment from the store. The caller holds the segment's lock.
+    fn read_copy(
+        &self,
+        data: &FileData,
+        index: u64,
+        segment: &Segment,
+        to: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
+        let copy = segment.copy.expect("a spilled segment has a copy");
+        let len = data.mapping.size_bytes().saturating_sub(offset).min(to.len() as u64) as usize;
+        let inside = offset - self.range_of(index).start;
+        self.extents.with_buffer(|buffer| {
+            let (start, end) = (inside as usize, inside as usize + len);
+            buffer[start..end].fill(0);
+            let touched = self.pages_touched(inside..end as u64);
+            let wanted = segment.pages.without(segment.pages.without(touched));
+            self.extents.read(copy, wanted, buffer).map_err(store_failed("a read of the spill store"))?;
+            to[..len].copy_from_slice(&buffer[start..end]);
+            Ok(len)
+        })
+    }
+
+    /// Returns the pages of a segment that a range of it touches.
+    pub(super) fn pages_touched(&self, range: Range<u64>) -> PageSet {
+        PageSet::of(range.start / self.page_bytes..range.end.div_ceil(self.page_bytes))
+    }
+
+    /// Writes bytes into a file at `offset` by calls of `write`, which writes into the mapping. Without memory, calls
+    /// `purge`, which returns whether memory became free, then evicts. Returns how many bytes found memory. The caller
+    /// has the lock `writing`.
+    ///
+    /// # Errors
+    ///
+    /// Those of `write`, and of the store, if nothing was written.
+    pub fn write(
+        &self,
+        data: &Arc<FileData>,
+        segments: &Segments,
+        from: &[u8],
+        offset: u64,
+        write: impl Fn(&[u8], u64) -> Result<usize>,
+        purge: impl Fn() -> bool,
+    ) -> Result<usize> {
+        if offset.checked_add(from.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
+            return write(from, offset); // fails
+        }
+        let mut done = 0;
+        while done < from.len() {
+            let at = offset + done as u64;
+            let end = from.len().min(done + (self.range_of(self.index_of(at)).end - at) as usize);
+            match self.write_in_segment(data, segments, &from[done..end], at, &write, &purge) {
+                Ok(more) => done += more,
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes at least one byte into a segment.
+    fn write_in_segment(
+        &self,
+        data: &Arc<FileData>,
+        segments: &Segments,
+        from: &[u8],
+        offset: u64,
+        write: &impl Fn(&[u8], u64) -> Result<usize>,
+        purge: &impl Fn() -> bool,
+    ) -> Result<usize> {
+        let index = self.index_of(offset);
+        loop {
+            let locked = self.lock(segments, index);
+            let (spilled, mut turn) = (segments.get(index).filter(|segment| !segment.is_resident), None);
+            let restored = spilled.map_or(Ok(()), |spilled| {
+                turn = Some(self.restore(data, index, &spilled)?);
+                Ok(())
+            });
+            let written = restored.and_then(|()| {
+                let new_turn = self.begin_change(segments, index);
+                turn = turn.or(new_turn);
+                write(from, offset)
+            });
+            drop(locked);
+            if let Some(turn) = turn {
+                self.push(data, index, turn);
+            }
+            let Err(error @ Error::NoSpace { .. }) = written else { return written };
+            let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
+            if !purge() && !self.make_room(wanted) {
+                return self.write_copy_of(data, segments, index, from, offset).unwrap_or(Err(error));
+            }
+        }
+    }
+
+    /// Prepares a change of a resident segment, or of one without data. Returns a new turn for the latter. The caller
+    /// holds the segment's lock.
+    fn begin_change(&self, segments: &Segments, index: u64) -> Option<u64> {
+        match segments.get(index) {
+            Some(old) => {
+                self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
+                if old.copy.is_none() && !old.is_recent {
+                    segments.note_use(index);
+                }
+                None
+            }
+            None => {
+                let (turn, pages) = (self.new_turn(), PageSet::default());
+                segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, turn });
+                Some(turn)
+            }
+        }
+    }
+
+    /// Writes into the copy of a spilled segment, if the copy has all pages and the file does not grow. `None`: it does
+    /// not.
+    fn write_copy_of(
+        &self,
+        data: &FileData,
+        segments: &Segments,
+        index: u64,
+        from: &[u8],
+        offset: u64,
+    ) -> Option<Result<usize>> {
+        let _locked = self.lock(segments, index);
+        let segment = segments.get(index).filter(|segment| !segment.is_resident)?;
+        let start = offset - self.range_of(index).start;
+        let range = start..start + from.len() as u64;
+        let is_inside = offset + from.len() as u64 <= data.mapping.size_bytes();
+        if !is_inside || !segment.pages.contains(self.pages_touched(range.clone())) {
+            return None;
+        }
+        let changed = self.change_copy(&segment, range, |bytes| bytes.copy_from_slice(from));
+        Some(changed.map(|()| from.len()))
+    }
+
+    /// Changes bytes of a spilled segment in the store. The copy has all pages of the range. The caller holds the
+    /// segment's lock.
+    pub(super) fn change_copy(
+        &self,
+        segment: &Segment,
+        range: Range<u64>,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        let copy = segment.copy.expect("a spilled segment has a copy");
+        let pages = self.pages_touched(range.clone());
+        debug_assert!(segment.pages.contains(pages), "only pages of the copy are changed");
+        self.extents.with_buffer(|buffer| {
+            self.extents.read(copy, pages, buffer).map_err(store_failed("a read of the spill store"))?;
+            change(&mut buffer[range.start as usize..range.end as usize]);
+            self.extents.write(copy, pages, buffer).map_err(store_failed("a write to the spill store"))
+        })
+    }
+
+    /// Brings all segments of a file back into memory, and ends their spilling for the rest of the file's life. The
+    /// caller has the lock `writing`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSpace`], errors of the store. The file's segments then move as before.
+    pub fn pin(&self, data: &Arc<FileData>, segments: &Segments) -> Result<()> {
+        if segments.is_pinned() {
+            return Ok(());
+        }
+        segments.set_pinned(true);
+        let indices = segments.indices(0..u64::MAX);
+        let restored = indices.iter().try_for_each(|index| {
+            loop {
+                let locked = self.lock(segments, *index);
+                let Some(spilled) = segments.get(*index).filter(|segment| !segment.is_resident) else {
+                    return Ok(());
+                };
+                match self.restore(data, *index, &spilled) {
+                    Ok(turn) => {
+                        drop(locked);
+                        self.push(data, *index, turn);
+                    }
+                    Err(error @ Error::NoSpace { .. }) => {
+                        drop(locked);
+                        if !self.make_room(self.bytes_of(spilled.pages)) {
+                            return Err(error);
+                        }
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        });
+        restored.inspect_err(|_| segments.set_pinned(false))?;
+        indices.iter().for_each(|index| self.forget(segments, *index));
+        Ok(())
+    }
+
+    /// Ends a segment. Its copy is freed; the mapping stays as it is.
+    pub(super) fn forget(&self, segments: &Segments, index: u64) {
+        let _locked = self.lock(segments, index);
+        let Some(segment) = segments.get(index) else { return };
+        segments.remove(index);
+        if !segment.is_resident {
+            self.spilled_pages.fetch_sub(segment.pages.count(), Relaxed);
+        }
+        if let Some(copy) = segment.copy {
+            self.extents.free(copy, segment.pages);
+        }
+    }
+}

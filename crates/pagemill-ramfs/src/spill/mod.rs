@@ -1,0 +1,314 @@
+//! The spill store: parts of files that were not used for long move to a disk when the file system is full, and come
+//! back when they are used.
+//!
+//! ```text
+//!   Spill        moves segments; reads, writes and cuts files whose segments may be in the store   (here, access, cut)
+//!     segments     the state of one file's segments
+//!     order        the order of eviction
+//!     extents      the space of the store
+//!     policy       folios of files
+//! ```
+//!
+//! A *segment* is a part of a file, 256 KiB or one larger page. Its pages are in the file's mapping (*resident*), or in
+//! the store (*spilled*). The pages of a spilled segment are holes of the mapping. A segment that came back keeps its
+//! copy until it is changed, so that it can be evicted again without a write.
+//!
+//! **Locks.** Each use of a segment's bytes holds the segment's lock, also during transfers with the store. An eviction
+//! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the list of a
+//! file's segments, under which the mapping is searched and punched; space and buffers of the store. The lock of the
+//! order is acquired without any of them, and above the list of segments.
+//!
+//! **Truncation** freezes the file's segments: nothing may be written into the mapping behind the new end, or the file
+//! would grow again. Reads then take spilled bytes from the store directly. So do reads, and writes of pages that the
+//! copy has, if no memory can be had.
+
+mod access;
+mod cut;
+mod extents;
+mod order;
+pub(crate) mod policy;
+mod segments;
+
+pub(crate) use segments::Segments;
+
+use crate::error::{Error, Result};
+use crate::file_data::FileData;
+use extents::Extents;
+use order::{Entry, Order};
+use pagemill_core::sync::{AtomicU64, Guarded, Lock, LockGuard, Padded, Relaxed};
+use pagemill_store::{Store, errno};
+use segments::{MAX_PAGES, PageSet, Segment};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Bytes of a segment, unless a page is larger.
+const SEGMENT_BYTES: u64 = 256 << 10;
+
+/// Minimum number of segments that must fit into memory.
+const MIN_RESIDENT_SEGMENTS: u64 = 4;
+
+/// Number of locks of segments; a power of two.
+const LOCKS: u64 = 128;
+
+/// Moves segments of files to a store and back.
+pub(crate) struct Spill {
+    extents: Extents,
+    /// Locks of segments, chosen by file and index.
+    locks: Box<[Padded<Lock>]>,
+    order: Guarded<Order>,
+    next_file: AtomicU64,
+    next_turn: AtomicU64,
+    /// Pages that are in the store only.
+    spilled_pages: AtomicU64,
+    /// Maximum bytes of file data in memory.
+    resident_bytes: u64,
+    page_bytes: u64,
+    segment_bytes: u64,
+}
+
+/// What a turn of a segment in the order of eviction did.
+enum Turn {
+    /// The segment was evicted; this many bytes of memory became free.
+    Freed(u64),
+    /// The segment stays in memory.
+    Stays,
+    /// The entry names no segment in memory.
+    Gone,
+}
+
+impl Spill {
+    /// Creates the spill store of a file system with this page and this limit of resident bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the limit is too low, or a block of the store is larger than a page.
+    pub fn new(store: Arc<dyn Store>, limit_bytes: u64, page_bytes: u64, resident_bytes: u64) -> Result<Self> {
+        let segment_bytes = SEGMENT_BYTES.max(page_bytes);
+        debug_assert!(segment_bytes / page_bytes <= MAX_PAGES, "a set has a bit for each page");
+        if resident_bytes < MIN_RESIDENT_SEGMENTS * segment_bytes {
+            return Err(Error::Invalid { what: "less memory than four segments (1 MiB), with a spill store" });
+        }
+        if store.block_bytes() as u64 > page_bytes {
+            return Err(Error::Invalid { what: "a spill store with blocks larger than a page" });
+        }
+        Ok(Self {
+            extents: Extents::new(store, limit_bytes, page_bytes, segment_bytes),
+            locks: (0..LOCKS).map(|_| Padded(Lock::new())).collect(),
+            order: Guarded::default(),
+            next_file: AtomicU64::new(0),
+            next_turn: AtomicU64::new(0),
+            spilled_pages: AtomicU64::new(0),
+            resident_bytes,
+            page_bytes,
+            segment_bytes,
+        })
+    }
+
+    /// Returns the list of segments of a new file.
+    pub fn new_segments(self: &Arc<Self>) -> Segments {
+        Segments::new(self.clone(), self.next_file.fetch_add(1, Relaxed))
+    }
+
+    /// Returns the bytes that are in the store only.
+    pub fn spilled_bytes(&self) -> u64 {
+        self.spilled_pages.load(Relaxed) * self.page_bytes
+    }
+
+    /// Returns the maximum bytes of copies in the store.
+    pub fn limit_bytes(&self) -> u64 {
+        self.extents.limit_bytes()
+    }
+
+    /// Locks a segment of a file.
+    fn lock(&self, segments: &Segments, index: u64) -> LockGuard<'_> {
+        // Segments of one file get different locks as long as possible.
+        let at = segments.file.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32).wrapping_add(index) % LOCKS;
+        self.locks[at as usize].0.lock()
+    }
+
+    fn new_turn(&self) -> u64 {
+        self.next_turn.fetch_add(1, Relaxed)
+    }
+
+    fn push(&self, data: &Arc<FileData>, index: u64, turn: u64) {
+        let entry = Entry { file: Arc::downgrade(data), index, turn };
+        self.order.with(|order| order.push(entry));
+    }
+
+    fn bytes_of(&self, pages: PageSet) -> u64 {
+        pages.count() * self.page_bytes
+    }
+
+    /// Returns the index of the segment that contains the byte at `offset`.
+    fn index_of(&self, offset: u64) -> u64 {
+        offset / self.segment_bytes
+    }
+
+    /// Returns the file range of a segment.
+    fn range_of(&self, index: u64) -> Range<u64> {
+        let start = index * self.segment_bytes;
+        start..start.saturating_add(self.segment_bytes)
+    }
+
+    /// Evicts segments until `bytes` of memory are free. Returns whether memory became free. The caller holds no lock of
+    /// a segment.
+    pub fn make_room(&self, bytes: u64) -> bool {
+        let mut freed = 0;
+        // A segment in use gets a second chance, so two rounds reach all.
+        let mut turns = 2 * self.order.with(|order| order.len());
+        let mut has_dropped_copies = false;
+        while freed < bytes && turns > 0 {
+            turns -= 1;
+            let Some(entry) = self.order.with(Order::pop) else { break };
+            let Some(data) = entry.file.upgrade() else { continue };
+            match self.take_turn(&data, entry.index, entry.turn) {
+                Ok(Turn::Freed(more)) => freed += more,
+                Ok(Turn::Gone) => {}
+                Ok(Turn::Stays) => self.order.with(|order| order.push(entry)),
+                Err(error) => {
+                    self.order.with(|order| order.push(entry));
+                    let is_full = errno::is(&error, errno::ENOSPC);
+                    if has_dropped_copies || !is_full || !self.drop_copies() {
+                        break;
+                    }
+                    has_dropped_copies = true;
+                }
+            }
+        }
+        freed > 0
+    }
+
+    /// Evicts a segment, unless it was used since its last turn.
+    fn take_turn(&self, data: &FileData, index: u64, turn: u64) -> io::Result<Turn> {
+        let Some(segments) = &data.segments else { return Ok(Turn::Gone) };
+        let _locked = self.lock(segments, index);
+        let Some(old) = segments.get(index).filter(|old| old.is_resident && old.turn == turn) else {
+            return Ok(Turn::Gone);
+        };
+        if segments.is_pinned() || segments.is_frozen() {
+            return Ok(Turn::Stays);
+        }
+        if old.is_recent {
+            segments.set(index, Segment { is_recent: false, ..old });
+            return Ok(Turn::Stays);
+        }
+        let pages = self.pages_in_memory(data, index);
+        if pages.is_empty() {
+            debug_assert!(old.copy.is_none(), "a copy has the pages of memory");
+            segments.remove(index);
+            return Ok(Turn::Gone);
+        }
+        let copy = match old.copy {
+            Some(copy) => {
+                debug_assert!(old.pages == pages, "a copy has the pages of memory");
+                copy
+            }
+            None => self.write_copy(data, index, pages)?,
+        };
+        let spilled = Segment { copy: Some(copy), pages, is_resident: false, ..old };
+        let freed = segments.evict(index, spilled, &data.mapping);
+        self.spilled_pages.fetch_add(pages.count(), Relaxed);
+        Ok(Turn::Freed(freed))
+    }
+
+    /// Returns the pages of a segment that the mapping has. The caller holds the segment's lock.
+    fn pages_in_memory(&self, data: &FileData, index: u64) -> PageSet {
+        let Range { start, end } = self.range_of(index);
+        let end = end.min(data.mapping.size_bytes());
+        let (mut pages, mut at) = (PageSet::default(), start);
+        while at < end {
+            let Ok(Some(found)) = data.mapping.seek_data(at) else { break };
+            if found >= end {
+                break;
+            }
+            let hole = data.mapping.seek_hole(found).unwrap_or(end).min(end);
+            let first = (found - start) / self.page_bytes;
+            pages = pages.with(PageSet::of(first..(hole - start).div_ceil(self.page_bytes)));
+            at = hole.max(found + 1);
+        }
+        pages
+    }
+
+    /// Writes pages of a resident segment to the store. The caller holds the segment's lock.
+    fn write_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<extents::Extent> {
+        let copy = self.extents.allocate(pages.count())?;
+        let written = self.extents.with_buffer(|buffer| {
+            let read = data.mapping.read_at(buffer, self.range_of(index).start);
+            let len = read.map_err(|error| io::Error::other(error.to_string()))?;
+            buffer[len..].fill(0);
+            self.extents.write(copy, pages, buffer)
+        });
+        written.inspect_err(|_| self.extents.free(copy, pages))?;
+        Ok(copy)
+    }
+
+    /// Brings a spilled segment back into memory. The caller holds the segment's lock, and adds the segment to the order
+    /// after it has released the lock.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSpace`] without memory for all pages, errors of the store. The segment stays spilled.
+    fn restore(&self, data: &FileData, index: u64, old: &Segment) -> Result<u64> {
+        let segments = data.segments.as_ref().expect("only files with segments are restored");
+        let copy = old.copy.expect("a spilled segment has a copy");
+        debug_assert!(!old.is_resident && !segments.is_frozen(), "only a spilled segment of a file that may grow");
+        let start = self.range_of(index).start;
+        let filled = self.extents.with_buffer(|buffer| {
+            self.extents.read(copy, old.pages, buffer).map_err(store_failed("a read of the spill store"))?;
+            old.pages.runs().try_for_each(|run| {
+                let (from, to) = (run.start * self.page_bytes, run.end * self.page_bytes);
+                // The length does not shrink while a segment is locked and not frozen.
+                let to = to.min(data.mapping.size_bytes() - start);
+                let bytes = &buffer[from as usize..to as usize];
+                match data.mapping.write_at(bytes, start + from)? {
+                    written if written == bytes.len() => Ok(()),
+                    _ => Err(Error::NoSpace { what: "bytes", used: self.resident_bytes, limit: self.resident_bytes }),
+                }
+            })
+        });
+        if let Err(error) = filled {
+            let _ = data.mapping.punch_hole(start, self.segment_bytes);
+            return Err(error);
+        }
+        let turn = self.new_turn();
+        segments.set(index, Segment { is_resident: true, is_recent: true, turn, ..*old });
+        self.spilled_pages.fetch_sub(old.pages.count(), Relaxed);
+        Ok(turn)
+    }
+
+    /// Drops the copies of resident segments. Returns whether there were any. The caller holds no lock of a segment.
+    fn drop_copies(&self) -> bool {
+        let entries = self.order.with(|order| order.entries());
+        let mut has_dropped = false;
+        for (file, index) in entries {
+            let Some(data) = file.upgrade() else { continue };
+            let Some(segments) = &data.segments else { continue };
+            let _locked = self.lock(segments, index);
+            if let Some(segment) = segments.get(index).filter(|segment| segment.is_resident) {
+                has_dropped |= self.drop_copy(segments, index, &segment);
+            }
+        }
+        has_dropped
+    }
+
+    /// Drops the copy of a resident segment, which is about to change. The caller holds the segment's lock.
+    fn drop_copy(&self, segments: &Segments, index: u64, segment: &Segment) -> bool {
+        debug_assert!(segment.is_resident, "the copy of a spilled segment is its only one");
+        let Some(copy) = segment.copy else { return false };
+        segments.set(index, Segment { copy: None, pages: PageSet::default(), ..*segment });
+        self.extents.free(copy, segment.pages);
+        true
+    }
+}
+
+impl std::fmt::Debug for Spill {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Spill").field("spilled_bytes", &self.spilled_bytes()).finish_non_exhaustive()
+    }
+}
+
+/// Returns a function that adds to an error of the store what failed.
+fn store_failed(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
+    move |cause| Error::Memory(pagemill_core::Error::Store { doing, cause })
+}

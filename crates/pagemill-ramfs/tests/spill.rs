@@ -1,0 +1,379 @@
+//! A file system with a spill store: random operations against a model, also with a store that fails; several threads
+//! with more data than memory; limits, pinned files, and space that returns.
+
+use fastrand::Rng;
+use pagemill_core::units::PageSize;
+use pagemill_ramfs::{Allocate, Builder, Error, File, OpenOptions, Quota, RamFs, Whence};
+use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+const MIB: u64 = 1 << 20;
+const SEGMENT: u64 = 256 << 10;
+
+fn new_with(store: Arc<dyn Store>, limit_bytes: u64, change: impl FnOnce(Builder) -> Builder) -> RamFs {
+    let testbed = Testbed::for_test();
+    let builder = RamFs::builder("spill").bytes(MIB).spill(store, limit_bytes);
+    change(builder).build_in(testbed.slabs, testbed.caches).unwrap()
+}
+
+fn memory_store() -> Arc<MemoryStore> {
+    Arc::new(MemoryStore::new(Vec::new(), 512))
+}
+
+fn new() -> RamFs {
+    new_with(memory_store(), 64 * MIB, |builder| builder)
+}
+
+fn open(fs: &RamFs, path: &str) -> File {
+    fs.open(path, &OpenOptions::new().read(true).write(true).create(true)).unwrap()
+}
+
+fn write_all(file: &File, from: &[u8], offset: u64) -> Result<(), Error> {
+    let mut done = 0;
+    while done < from.len() {
+        done += file.write_at(&from[done..], offset + done as u64)?;
+    }
+    Ok(())
+}
+
+fn read_all(file: &File, len: usize, offset: u64) -> Result<Vec<u8>, Error> {
+    let (mut bytes, mut done) = (vec![0xee; len], 0);
+    while done < len {
+        match file.read_at(&mut bytes[done..], offset + done as u64)? {
+            0 => break,
+            more => done += more,
+        }
+    }
+    bytes.truncate(done);
+    Ok(bytes)
+}
+
+/// What a file should be: its bytes, and which of its pages have data.
+#[derive(Clone, Default)]
+struct Model {
+    bytes: Vec<u8>,
+    pages: BTreeSet<u64>,
+    page_bytes: u64,
+}
+
+impl Model {
+    fn new(page_bytes: u64) -> Self {
+        Self { page_bytes, ..Self::default() }
+    }
+
+    fn fill(&mut self, offset: u64, len: u64, byte: Option<u8>) {
+        if self.bytes.len() < (offset + len) as usize {
+            self.bytes.resize((offset + len) as usize, 0);
+        }
+        byte.into_iter().for_each(|byte| self.bytes[offset as usize..(offset + len) as usize].fill(byte));
+        self.pages.extend(offset / self.page_bytes..(offset + len).div_ceil(self.page_bytes));
+    }
+
+    fn truncate(&mut self, size: u64) {
+        self.bytes.resize(size as usize, 0);
+        let page_bytes = self.page_bytes;
+        self.pages.retain(|page| page * page_bytes < size);
+    }
+
+    fn punch(&mut self, offset: u64, len: u64) {
+        let size = self.bytes.len() as u64;
+        let (start, end) = (offset.min(size), (offset + len).min(size));
+        self.bytes[start as usize..end as usize].fill(0);
+        // The last page is removed if the hole covers its bytes up to the end of the file.
+        let end = if offset + len >= size { size.next_multiple_of(self.page_bytes) } else { end };
+        let inner = offset.div_ceil(self.page_bytes)..end / self.page_bytes;
+        self.pages.retain(|page| !inner.contains(page));
+    }
+
+    fn seek(&self, whence: Whence, offset: u64) -> Option<u64> {
+        let size = self.bytes.len() as u64;
+        let is_data = |page: u64| self.pages.contains(&page);
+        let wanted = matches!(whence, Whence::Data);
+        let mut page = offset / self.page_bytes;
+        while page * self.page_bytes < size {
+            if is_data(page) == wanted {
+                return Some((page * self.page_bytes).max(offset));
+            }
+            page += 1;
+        }
+        (!wanted).then_some(size)
+    }
+
+    fn check(&self, file: &File, what: &str) {
+        let attr = file.metadata().unwrap();
+        assert_eq!(attr.size_bytes, self.bytes.len() as u64, "{what}");
+        assert_eq!(attr.allocated_bytes, self.pages.len() as u64 * self.page_bytes, "{what}");
+    }
+}
+
+const FILES: usize = 4;
+const MOST_BYTES: u64 = 3 * MIB / 2;
+
+/// Does random operations on some files, twice the memory in total. Each result is compared with the model. An
+/// operation that fails because the store does is repeated without faults.
+fn run_model(seed: u64, operations: usize, page: PageSize, faults: Option<&Faults>) {
+    let (mut rng, page_bytes) = (Rng::with_seed(seed), page.bytes() as u64);
+    let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
+    let fs = new_with(store.clone(), 64 * MIB, |builder| builder.page(page).bytes(MIB.max(4 * page_bytes)));
+    let mut models: Vec<Model> = (0..FILES).map(|_| Model::new(page_bytes)).collect();
+    let path = |at: usize| format!("/file{at}");
+    let mut failures = 0;
+    for step in 0..operations {
+        let at = rng.usize(0..FILES);
+        let (file, model) = (open(&fs, &path(at)), &mut models[at]);
+        let offset = rng.u64(0..MOST_BYTES);
+        let most = if rng.bool() { 10_000 } else { 600_000 };
+        let len = rng.u64(1..=most).min(MOST_BYTES - offset).max(1);
+        let kind = rng.u32(0..100);
+        let what = format!("seed {seed}, step {step}: kind {kind}, file {at}, {offset}+{len}");
+        let byte = rng.u8(1..);
+        let act = || -> Result<(), Error> {
+            match kind {
+                0..40 => write_all(&file, &vec![byte; len as usize], offset),
+                40..70 => {
+                    let bytes = read_all(&file, len as usize, offset)?;
+                    let end = model.bytes.len().min((offset + len) as usize);
+                    assert!(bytes == model.bytes[end.min(offset as usize)..end], "{what}: other bytes were read");
+                    Ok(())
+                }
+                70..76 => file.set_size(offset),
+                76..82 => file.allocate(Allocate::Punch, offset, len),
+                82..86 => file.allocate(Allocate::Zero, offset, len),
+                86..90 => file.allocate(Allocate::Extend, offset, len),
+                90..95 if offset < model.bytes.len() as u64 => {
+                    for whence in [Whence::Data, Whence::Hole] {
+                        assert_eq!(file.seek(whence, offset).ok(), model.seek(whence, offset), "{what} {whence:?}");
+                    }
+                    Ok(())
+                }
+                95..97 => fs.remove_file(path(at)),
+                _ => Ok(()),
+            }
+        };
+        if let Some(faults) = faults {
+            store.set_faults(Faults { seed: rng.u64(..), ..faults.clone() });
+        }
+        let first = act();
+        store.set_faults(Faults::default());
+        if let Err(error) = first {
+            failures += 1;
+            assert!(faults.is_some(), "{what}: {error}");
+            assert!(matches!(error.errno(), libc::EIO | libc::ENOSPC), "{what}: {error}");
+            act().unwrap_or_else(|error| panic!("{what}, repeated: {error}"));
+        }
+        match kind {
+            0..40 => model.fill(offset, len, Some(byte)),
+            70..76 => model.truncate(offset),
+            76..82 => model.punch(offset, len),
+            82..86 => model.fill(offset, len, Some(0)),
+            86..90 => model.fill(offset, len, None),
+            95..97 => *model = Model::new(page_bytes),
+            _ => {}
+        }
+        if !(95..97).contains(&kind) {
+            model.check(&file, &what);
+        }
+    }
+    assert!(store.calls().reads > 0 && store.calls().writes > 0, "data moved in both directions");
+    assert_eq!(faults.is_some(), failures > 0, "{failures} operations failed");
+    for (at, model) in models.iter().enumerate() {
+        assert!(fs.read(path(at)).unwrap_or_default() == model.bytes, "seed {seed}: file {at} at the end");
+        let _ = fs.remove_file(path(at));
+    }
+    let usage = fs.usage();
+    assert_eq!((usage.bytes, usage.spilled_bytes), (0, 0));
+}
+
+/// Files of twice the memory are written, read, truncated, punched, zeroed, allocated and removed at random.
+#[test]
+fn random_operations_match_a_model() {
+    (0..4).for_each(|seed| run_model(seed, 600, PageSize::new(4096).unwrap(), None));
+    run_model(9, 300, PageSize::new(64 << 10).unwrap(), None);
+    run_model(10, 60, PageSize::new(512 << 10).unwrap(), None);
+}
+
+/// As above, with a store of which some calls fail or are interrupted halfway. An operation must either do its work or
+/// report the error, and a repetition without faults must succeed: no byte is lost.
+#[test]
+fn failures_of_the_store_lose_nothing() {
+    let faults = Faults { fail_per_mille: 100, short_per_mille: 60, ..Faults::default() };
+    (20..24).for_each(|seed| run_model(seed, 400, PageSize::new(4096).unwrap(), Some(&faults)));
+}
+
+/// Threads change files of their own and read a common one, together five times the memory. Each thread must find its
+/// own bytes, and the bytes of the common file.
+#[test]
+fn threads_share_the_memory() {
+    let fs = new();
+    let common: Vec<u8> = (0..MIB as usize).map(|at| (at / 4096) as u8).collect();
+    fs.write("/common", &common).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (fs, common) = (fs.clone(), &common);
+            scope.spawn(move || {
+                let (mut rng, path) = (Rng::with_seed(thread), format!("/own{thread}"));
+                let (file, shared) = (open(&fs, &path), open(&fs, "/common"));
+                let mut own = vec![0u8; MIB as usize];
+                for _ in 0..250 {
+                    let at = rng.usize(0..own.len());
+                    let end = own.len().min(at + rng.usize(1..200_000));
+                    match rng.u32(0..10) {
+                        0..4 => {
+                            own[at..end].fill(rng.u8(..));
+                            write_all(&file, &own[at..end], at as u64).unwrap();
+                        }
+                        4 => {
+                            file.set_size(at as u64).unwrap();
+                            file.set_size(own.len() as u64).unwrap();
+                            own[at..].fill(0);
+                        }
+                        5 => {
+                            file.allocate(Allocate::Punch, at as u64, (end - at) as u64).unwrap();
+                            own[at..end].fill(0);
+                        }
+                        6..8 => {
+                            file.set_size(own.len() as u64).unwrap();
+                            assert!(read_all(&file, end - at, at as u64).unwrap() == own[at..end], "own bytes");
+                        }
+                        _ => {
+                            let bytes = read_all(&shared, end - at, at as u64).unwrap();
+                            assert!(bytes == common[at..end], "bytes of the common file");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(fs.usage().spilled_bytes > 0);
+    assert_eq!(fs.read("/common").unwrap(), common);
+}
+
+/// Data that fill memory and the store. Further data must be refused with "no space". Everything before must still be
+/// readable, and writable in place. A removed file makes room again, in the store, too.
+#[test]
+fn a_full_store_refuses_new_data_and_keeps_the_old() {
+    let fs = new_with(memory_store(), 2 * MIB, |builder| builder);
+    let file = open(&fs, "/full");
+    let mut len = 0;
+    let error = loop {
+        match file.write_at(&vec![(len >> 16) as u8; 65_536], len) {
+            Ok(more) => len += more as u64,
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::NoSpace { .. }), "{error}");
+    assert!((11 * MIB / 4..=3 * MIB).contains(&len), "{len} bytes fit into 1 + 2 MiB");
+    for round in 0..3u8 {
+        let bytes = read_all(&file, len as usize, 0).unwrap();
+        assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == ((at >> 16) as u8).wrapping_add(round)));
+        for at in (0..len).step_by(65_536) {
+            let part = vec![((at >> 16) as u8).wrapping_add(round + 1); 65_536.min(len - at) as usize];
+            write_all(&file, &part, at).unwrap_or_else(|error| panic!("at {at} in round {round}: {error}"));
+        }
+    }
+    drop(file);
+    fs.remove_file("/full").unwrap();
+    assert_eq!((fs.usage().bytes, fs.usage().spilled_bytes), (0, 0));
+    fs.write("/other", &vec![7; 11 * MIB as usize / 4]).unwrap();
+}
+
+/// Files are read without changes, twice as many as fit into memory. The second round must not write to the store: the
+/// copies of what came back are still valid.
+#[test]
+fn unchanged_data_are_not_written_again() {
+    let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
+    let fs = new_with(store.clone(), 64 * MIB, |builder| builder);
+    (0..8).for_each(|at| fs.write(format!("/file{at}"), &vec![at; SEGMENT as usize]).unwrap());
+    let read_all = || (0..8).for_each(|at| assert_eq!(fs.read(format!("/file{at}")).unwrap()[5], at));
+    read_all();
+    read_all();
+    let written = store.calls().writes;
+    (0..3).for_each(|_| read_all());
+    assert_eq!(store.calls().writes, written);
+    assert!(store.calls().reads > 16);
+}
+
+/// A file with a mapping in use stays in memory as a whole, and others move. A file larger than memory gets no mapping.
+#[test]
+fn a_file_with_a_mapping_stays() {
+    let fs = new();
+    fs.write("/pinned", &vec![1; MIB as usize / 2]).unwrap();
+    fs.write("/large", &vec![2; 2 * MIB as usize]).unwrap();
+    let (pinned, large) = (open(&fs, "/pinned"), open(&fs, "/large"));
+    assert!(large.mapping().is_none());
+    let mapping = pinned.mapping().unwrap();
+    let pin = mapping.pin(0).unwrap();
+    fs.write("/more", &vec![3; 2 * MIB as usize]).unwrap();
+    pinned.write_at(&[9; 1000], 5000).unwrap();
+    let mut bytes = vec![0; MIB as usize / 2];
+    assert_eq!(mapping.read_at(&mut bytes, 0).unwrap(), bytes.len());
+    assert!(bytes[..5000].iter().chain(&bytes[6000..]).all(|byte| *byte == 1) && bytes[5999] == 9);
+    drop(pin);
+    assert_eq!(fs.read("/large").unwrap(), vec![2; 2 * MIB as usize]);
+    pinned.set_size(10).unwrap();
+    assert_eq!(fs.read("/pinned").unwrap(), [1; 10]);
+}
+
+/// Volatile files are purged before other data move to the store; one whose data moved already is not purged.
+#[test]
+fn volatile_files_are_purged_first() {
+    let fs = new();
+    fs.write("/cache", &vec![1; MIB as usize / 2]).unwrap();
+    fs.mark_volatile("/cache").unwrap();
+    fs.write("/data", &vec![2; 3 * MIB as usize / 4]).unwrap();
+    assert_eq!(fs.usage().spilled_bytes, 0);
+    assert!(fs.unmark_volatile("/cache").unwrap());
+    fs.write("/cache", &vec![3; SEGMENT as usize]).unwrap();
+    fs.write("/more", &vec![4; 2 * MIB as usize]).unwrap();
+    fs.mark_volatile("/cache").unwrap();
+    fs.write("/last", &vec![5; 2 * MIB as usize]).unwrap();
+    assert!(!fs.unmark_volatile("/cache").unwrap());
+    assert_eq!(fs.read("/cache").unwrap(), vec![3; SEGMENT as usize]);
+}
+
+/// A quota counts data in memory and in the store alike, whatever moves meanwhile.
+#[test]
+fn a_quota_counts_spilled_data() {
+    let fs = new();
+    fs.create_dir("/team").unwrap();
+    fs.set_quota("/team", Quota { bytes: 2 * MIB, inodes: 10 }).unwrap();
+    fs.write("/team/one", &vec![1; MIB as usize]).unwrap();
+    fs.write("/other", &vec![2; 2 * MIB as usize]).unwrap();
+    assert_eq!(fs.quota_usage("/team").unwrap().bytes, MIB);
+    fs.write("/team/two", &vec![3; MIB as usize]).unwrap();
+    assert_eq!(fs.write("/team/three", b"x").unwrap_err().errno(), libc::EDQUOT);
+    assert_eq!(fs.read("/team/one").unwrap(), vec![1; MIB as usize]);
+    open(&fs, "/team/one").set_size(100_000).unwrap();
+    assert_eq!(fs.quota_usage("/team").unwrap().bytes, MIB + 25 * 4096);
+    fs.remove_dir_all("/team").unwrap();
+    fs.create_dir("/team").unwrap();
+}
+
+/// Space of removed, truncated and punched files is discarded in the store and reused.
+#[test]
+fn space_in_the_store_is_reused() {
+    let store = memory_store();
+    let fs = new_with(store.clone(), 8 * MIB, |builder| builder);
+    for round in 0..10u8 {
+        fs.write("/file", &vec![round; 6 * MIB as usize]).unwrap();
+        open(&fs, "/file").allocate(Allocate::Punch, MIB, 4 * MIB).unwrap();
+        assert_eq!(fs.read("/file").unwrap()[5 * MIB as usize..], vec![round; MIB as usize]);
+    }
+    assert!(store.size_bytes().unwrap() <= 8 * MIB, "the store has {} bytes", store.size_bytes().unwrap());
+}
+
+/// Too little memory, and a store with large blocks, are refused with a reason.
+#[test]
+fn unsuitable_parameters_are_refused() {
+    let build = |bytes, block| {
+        let testbed = Testbed::for_test();
+        let store = Arc::new(MemoryStore::new(Vec::new(), block));
+        RamFs::builder("bad").bytes(bytes).spill(store, MIB).build_in(testbed.slabs, testbed.caches)
+    };
+    for (bytes, block) in [(MIB / 2, 512), (MIB, 8192)] {
+        assert!(matches!(build(bytes, block), Err(Error::Invalid { .. })));
+    }
+    build(MIB, 4096).unwrap();
+}
