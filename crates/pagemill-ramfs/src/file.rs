@@ -264,8 +264,8 @@ impl File {
         let past_end = Error::PastEnd { offset, size_bytes };
         let Some(data) = self.data().filter(|_| offset < size_bytes) else { return Err(past_end) };
         match whence {
-            Whence::Data => data.mapping.seek_data(offset)?.filter(|at| *at < size_bytes).ok_or(past_end),
-            Whence::Hole => Ok(data.mapping.seek_hole(offset)?),
+            Whence::Data => data.seek_data(offset)?.filter(|at| *at < size_bytes).ok_or(past_end),
+            Whence::Hole => data.seek_hole(offset),
         }
     }
 
@@ -311,9 +311,20 @@ impl File {
     }
 
     /// Returns the file as a file of the page cache, with pins, queues and hints; `None` while it is empty. Writes
-    /// through it count for no quota and set no time.
+    /// through it count for no quota and set no time. With a spill store ([`crate::Builder::spill`]) this call brings
+    /// the whole file back into memory, where it then stays; `None` if it does not fit.
     pub fn mapping(&self) -> Option<&Mapping> {
-        self.data().map(|data| &data.mapping)
+        self.pinned_mapping().ok().flatten()
+    }
+
+    /// Returns the mapping of the file's data, after the file was brought into memory for good.
+    fn pinned_mapping(&self) -> Result<Option<&Mapping>> {
+        let Some(data) = self.data() else { return Ok(None) };
+        if let Some(segments) = &data.segments {
+            let _writing = self.active.writing.lock();
+            segments.spill.pin(data, segments)?;
+        }
+        Ok(Some(&data.mapping))
     }
 
     /// Makes a range accessible as memory. The file system needs shared memory ([`crate::Builder::source`]). A view
@@ -322,10 +333,11 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] for an empty file, [`Error::BadAccessMode`], [`Error::Memory`].
+    /// [`Error::PastEnd`] for an empty file, [`Error::BadAccessMode`], [`Error::Memory`]. With a spill store
+    /// [`Error::NoSpace`] if the file does not fit into memory, where it then stays.
     pub fn view(&self, range: Range<u64>) -> Result<View> {
         self.check_readable()?;
-        Ok(self.mapping().ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view(range)?)
+        Ok(self.pinned_mapping()?.ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view(range)?)
     }
 
     /// As [`File::view`], for memory that can be written.
@@ -336,7 +348,7 @@ impl File {
     pub fn view_mut(&self, range: Range<u64>) -> Result<ViewMut> {
         self.check_readable()?;
         self.check_writable()?;
-        Ok(self.mapping().ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view_mut(range)?)
+        Ok(self.pinned_mapping()?.ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view_mut(range)?)
     }
 
     /// Locks a range of bytes at once. A lock replaces earlier ones of the same owner in this range.

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::quota::Domain;
+use crate::spill::Segments;
 use pagemill_cache::Mapping;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -14,25 +15,80 @@ pub(crate) struct FileData {
     /// Bytes charged to `domain`.
     pub charged: AtomicU64,
     pub has_store: bool,
+    /// Which parts of the file are in the spill store. `None` without a spill store, and for a file with a store.
+    pub segments: Option<Segments>,
 }
 
 impl FileData {
-    /// Returns the bytes of memory in a range, which begins and ends with a page.
+    /// Returns the segments if they may move to the spill store. The caller has the lock `writing`, or is the only user.
+    pub fn movable_segments(&self) -> Option<&Segments> {
+        self.segments.as_ref().filter(|segments| !segments.is_pinned())
+    }
+
+    /// Reads bytes of the file. Returns how many bytes are before the end.
+    pub fn read(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
+        match &self.segments {
+            Some(segments) => segments.spill.read(self, segments, to, offset),
+            None => Ok(self.mapping.read_at(to, offset)?),
+        }
+    }
+
+    /// Sets the length of the file. No other thread changes the file meanwhile.
+    pub fn truncate(&self, size_bytes: u64) -> Result<()> {
+        match self.movable_segments() {
+            Some(segments) => segments.spill.truncate(self, segments, size_bytes),
+            None => Ok(self.mapping.truncate(size_bytes)?),
+        }
+    }
+
+    /// Frees the memory of a range, which reads zero then. The caller has the lock `writing`.
+    pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        match self.movable_segments() {
+            Some(segments) => segments.spill.punch_hole(self, segments, offset, len_bytes),
+            None => Ok(self.mapping.punch_hole(offset, len_bytes).map(|_| ())?),
+        }
+    }
+
+    /// Zeroes a range. The caller has the lock `writing`.
+    pub fn zero_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        match self.movable_segments() {
+            Some(segments) => segments.spill.zero_range(self, segments, offset, len_bytes),
+            None => Ok(self.mapping.zero_range(offset, len_bytes)?),
+        }
+    }
+
+    /// Returns the first offset from `offset` on that has data.
+    pub fn seek_data(&self, offset: u64) -> Result<Option<u64>> {
+        match &self.segments {
+            Some(segments) => segments.seek_data(&self.mapping, offset),
+            None => Ok(self.mapping.seek_data(offset)?),
+        }
+    }
+
+    /// Returns the first offset from `offset` on that lies in a hole; the end of the file is a hole.
+    pub fn seek_hole(&self, offset: u64) -> Result<u64> {
+        match &self.segments {
+            Some(segments) => segments.seek_hole(&self.mapping, offset),
+            None => Ok(self.mapping.seek_hole(offset)?),
+        }
+    }
+
+    /// Returns the bytes of data in a range, which begins and ends with a page.
     pub fn allocated_in(&self, start: u64, end: u64, page_bytes: u64) -> u64 {
         let (mut at, mut sum) = (start, 0);
         while at < end {
-            let Ok(Some(data)) = self.mapping.seek_data(at) else { break };
+            let Ok(Some(data)) = self.seek_data(at) else { break };
             if data >= end {
                 break;
             }
-            let hole = self.mapping.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
+            let hole = self.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
             sum += hole - data / page_bytes * page_bytes;
             at = hole.max(data + 1);
         }
         sum
     }
 
-    /// Returns the bytes of memory of the file. In a file with a store all bytes count.
+    /// Returns the bytes of the file's data, in memory and in the spill store. In a file with a store all bytes count.
     ///
     /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages.
     pub fn allocated_bytes(&self, page_bytes: u64) -> u64 {
@@ -42,12 +98,12 @@ impl FileData {
 
     /// Returns whether the file has memory that only this file system knows the contents of.
     pub fn is_purgeable(&self) -> bool {
-        !self.has_store && self.mapping.size_bytes() > 0
+        !self.has_store && self.mapping.size_bytes() > 0 && matches!(self.mapping.seek_data(0), Ok(Some(_)))
     }
 
     /// Removes all bytes. Returns whether that worked.
     pub fn empty(&self, page_bytes: u64) -> bool {
-        let is_done = self.mapping.truncate(0).is_ok();
+        let is_done = self.truncate(0).is_ok();
         self.reconcile(page_bytes);
         is_done
     }

@@ -10,6 +10,7 @@
 //!       child_index          the names of one directory, ordered by hash
 //!       dentry, inode        the values in the slabs
 //!     negative               names that are known not to exist
+//!     spill/                 moves cold data to a store when memory is full
 //!     quota, range_lock, watch
 //!       name, access, clock, error
 //! ```
@@ -48,6 +49,7 @@ mod quota;
 mod range_lock;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
+mod spill;
 mod vfs;
 #[cfg(any(feature = "vfs", test))]
 mod vfs_adapter;

@@ -1,10 +1,13 @@
 //! Path walks, renames and shrinks at the same time, in random schedules.
 
-use crate::{Error, RamFs, Rename};
+use crate::{Builder, Error, OpenOptions, RamFs, Rename};
 use pagemill_core::sync::modelled::reset_clock;
+use pagemill_core::units::PageSize;
+use pagemill_store::MemoryStore;
 use pagemill_testbed::Testbed;
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
+use std::sync::Arc;
 
 /// Depth of the PCT schedules (probabilistic concurrency testing): at up to `PCT_DEPTH - 1` random steps, the running
 /// thread gets the lowest priority.
@@ -18,6 +21,11 @@ const RUNS: usize = 60;
 
 /// Runs a test on a new file system in many schedules.
 fn run_in_many_schedules(run: impl Fn(RamFs) + Clone + Send + Sync + 'static) {
+    run_with_settings(|builder| builder.negative_dentries(1), run);
+}
+
+/// As [`run_in_many_schedules`], with other settings of the file system.
+fn run_with_settings(settings: fn(Builder) -> Builder, run: impl Fn(RamFs) + Clone + Send + Sync + 'static) {
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
@@ -27,7 +35,7 @@ fn run_in_many_schedules(run: impl Fn(RamFs) + Clone + Send + Sync + 'static) {
         reset_clock();
         let testbed = Testbed::for_test();
         testbed.caches.collapse_by_hand();
-        let builder = RamFs::builder("shuttle").bytes(1 << 20).negative_dentries(1);
+        let builder = settings(RamFs::builder("shuttle").bytes(1 << 20));
         run(builder.build_in(testbed.slabs, testbed.caches).unwrap());
     };
     Runner::new(RandomScheduler::new(RUNS), config()).run(begin.clone());
@@ -82,13 +90,11 @@ fn creations_meet_removals_and_moves() {
         fs.create_dir("/c").unwrap();
         let create = |fs: RamFs| {
             move || {
-                ["/a/b/x", "/c/b/x"].map(|path| {
-                    match fs.open(path, &crate::OpenOptions::new().write(true).create_new(true)) {
-                        Ok(file) => u32::from(file.metadata().unwrap().links <= 1),
-                        Err(error) => {
-                            assert!(matches!(error, Error::NotFound | Error::Exists), "{error}");
-                            0
-                        }
+                ["/a/b/x", "/c/b/x"].map(|path| match fs.open(path, &OpenOptions::new().write(true).create_new(true)) {
+                    Ok(file) => u32::from(file.metadata().unwrap().links <= 1),
+                    Err(error) => {
+                        assert!(matches!(error, Error::NotFound | Error::Exists), "{error}");
+                        0
                     }
                 })
             }
@@ -139,5 +145,40 @@ fn unmarks_meet_purges() {
         assert_eq!(was_purged, has_freed);
         assert!(!fs.inner.purge_one(), "nothing is volatile any more");
         assert_eq!(fs.read("/file").unwrap().is_empty(), was_purged);
+    });
+}
+
+/// A file of five segments, of which four fit into memory, is truncated while one thread reads it and one writes another
+/// file, so that segments of the first move in both directions. The file must have its new length, its bytes, and zeros
+/// behind them when it grows again.
+#[test]
+fn truncations_meet_moves_to_the_spill_store() {
+    const SEGMENT: usize = 256 << 10;
+    let settings = |builder: Builder| {
+        let store = Arc::new(MemoryStore::new(Vec::new(), 512));
+        builder.page(PageSize::new(64 << 10).unwrap()).spill(store, 8 << 20)
+    };
+    run_with_settings(settings, |fs| {
+        fs.write("/file", &vec![1; 5 * SEGMENT]).unwrap();
+        let file = fs.open("/file", &OpenOptions::new().read(true).write(true)).unwrap();
+        let reading = fs.clone();
+        let reader = shuttle::thread::spawn(move || {
+            let file = reading.open("/file", &OpenOptions::new().read(true)).unwrap();
+            for at in [70_000, SEGMENT as u64 + 5, 70_000] {
+                let mut bytes = [2; 10];
+                let len = file.read_at(&mut bytes, at).unwrap();
+                assert!(bytes[..len] == [1; 10][..len] || bytes[..len] == [0; 10][..len], "{bytes:?}");
+            }
+        });
+        let writing = fs.clone();
+        let writer = shuttle::thread::spawn(move || writing.write("/other", &vec![3; SEGMENT]).unwrap());
+        file.set_size(100_000).unwrap();
+        reader.join().unwrap();
+        writer.join().unwrap();
+        assert_eq!(file.size_bytes(), 100_000);
+        file.set_size(2 * SEGMENT as u64).unwrap();
+        let bytes = fs.read("/file").unwrap();
+        assert!(bytes[..100_000].iter().all(|byte| *byte == 1) && bytes[100_000..].iter().all(|byte| *byte == 0));
+        assert!(fs.read("/other").unwrap().iter().all(|byte| *byte == 3));
     });
 }

@@ -10,11 +10,14 @@ use crate::inode_locks::InodeLocks;
 use crate::name::{HASH_BITS, NameHasher};
 use crate::negative::Negatives;
 use crate::quota::{Domain, Domains, Quota};
+use crate::spill::Spill;
+use crate::spill::policy::SmallFirst;
 use crate::watch::Watches;
-use pagemill_cache::{Caches, PageCache, Policy, Source};
+use pagemill_cache::{Auto, Caches, PageCache, Policy, Source};
 use pagemill_core::sync::{Guarded, Lock};
 use pagemill_core::units::PageSize;
 use pagemill_slab::{Handle, Settings, Slabs};
+use pagemill_store::Store;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -48,6 +51,8 @@ pub struct Builder {
     used_ratio: Option<u32>,
     clock: Clock,
     hash_bits: u32,
+    policy: Option<Box<dyn Policy>>,
+    spill: Option<(Arc<dyn Store>, u64)>,
 }
 
 impl Builder {
@@ -62,6 +67,8 @@ impl Builder {
             used_ratio: None,
             clock: Clock::System,
             hash_bits: HASH_BITS,
+            policy: None,
+            spill: None,
         }
     }
 
@@ -93,7 +100,35 @@ impl Builder {
 
     /// Sets the policy that chooses between huge and small folios.
     pub fn policy(self, policy: impl Policy + 'static) -> Self {
-        self.with_cache(|cache| cache.policy(policy))
+        Self { policy: Some(Box::new(policy)), ..self }
+    }
+
+    /// Sets a store to which data move when the file system is full, least recently used first, in pieces of 256 KiB or
+    /// one larger page. They come back when they are read or written, and are read directly from the store if no memory
+    /// can be had. So the file system has room for up to `limit_bytes` more. Volatile files are purged first. The store
+    /// has no valid bytes for any later file system, and is never synced.
+    ///
+    /// If the store fails to write, its data stay in memory, and writes that need more fail with
+    /// [`crate::Error::NoSpace`]. If it fails to read, reads fail with its error.
+    ///
+    /// Folios are small at first: the policy is asked only about collapses of ranges that are completely in memory. The
+    /// file of [`crate::File::mapping`] and of a view stays in memory.
+    ///
+    /// ```
+    /// use pagemill::ramfs::RamFs;
+    /// use pagemill::store::MemoryStore;
+    /// use std::sync::Arc;
+    ///
+    /// let disk = Arc::new(MemoryStore::new(Vec::new(), 512)); // usually a `FileStore`
+    /// let fs = RamFs::builder("results").bytes(1 << 20).spill(disk, 16 << 20).build()?;
+    /// fs.write("/first", &[1; 3_000_000])?;
+    /// fs.write("/second", &[2; 3_000_000])?;
+    /// assert!(fs.usage().spilled_bytes > 4_000_000);
+    /// assert_eq!(fs.read("/first")?, [1; 3_000_000]);
+    /// # Ok::<(), pagemill::ramfs::Error>(())
+    /// ```
+    pub fn spill(self, store: Arc<dyn Store>, limit_bytes: u64) -> Self {
+        Self { spill: Some((store, limit_bytes)), ..self }
     }
 
     /// Sets the kind of memory of file data. Views of files ([`crate::File::view`]) need [`Source::Shared`].
@@ -140,6 +175,8 @@ impl Builder {
     /// # Errors
     ///
     /// Those of creating a page cache and six slab caches: [`crate::Error::Memory`], [`crate::Error::NoSpace`].
+    /// [`crate::Error::Invalid`] for a spill store with blocks larger than a page, or with less than four pieces of
+    /// memory (1 MiB).
     pub fn build(self) -> Result<RamFs> {
         self.build_in(Slabs::of_process()?, Caches::of_process()?)
     }
@@ -164,6 +201,7 @@ impl Builder {
         let files = slabs.by_handle(settings("file"))?;
         let texts = slabs.by_handle(settings("text"))?;
         let xattrs = slabs.by_handle(settings("xattr"))?;
+        let (cache, spill) = build_cache(self.cache, self.policy, self.spill, caches)?;
         let whole = Domain::new(Quota { bytes: u64::MAX, inodes: self.inodes }, 0, None);
         whole.charge_inodes(1)?;
         let root = inodes.insert(root_inode(self.root_mode, self.clock.now_ns()))?;
@@ -175,7 +213,8 @@ impl Builder {
             files,
             texts,
             xattrs,
-            cache: self.cache.build_in(caches)?,
+            cache,
+            spill,
             root,
             locks: InodeLocks::new(),
             rename_lock: Lock::new(),
@@ -195,6 +234,26 @@ impl Builder {
         inner.begin_use(root)?;
         Ok(RamFs { inner: Arc::new(inner), caller: Caller::root() })
     }
+}
+
+/// Creates the page cache of file data, and what moves data to the store.
+fn build_cache(
+    cache: pagemill_cache::Builder,
+    policy: Option<Box<dyn Policy>>,
+    store: Option<(Arc<dyn Store>, u64)>,
+    caches: &'static Caches,
+) -> Result<(PageCache, Option<Arc<Spill>>)> {
+    let Some((store, limit_bytes)) = store else {
+        let cache = match policy {
+            Some(policy) => cache.policy(policy),
+            None => cache,
+        };
+        return Ok((cache.build_in(caches)?, None));
+    };
+    let policy = SmallFirst(policy.unwrap_or_else(|| Box::new(Auto)));
+    let cache = cache.policy(policy).build_in(caches)?;
+    let spill = Spill::new(store, limit_bytes, cache.page().bytes() as u64, cache.usage().limit)?;
+    Ok((cache, Some(Arc::new(spill))))
 }
 
 fn root_inode(mode: u32, now_ns: i64) -> Inode {

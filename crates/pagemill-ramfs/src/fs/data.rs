@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::file_data::{Allocate, FileData};
 use crate::inode::{Inode, InodeHandle};
 use crate::quota::Domain;
+use crate::spill::Spill;
 use crate::watch::EventKind;
 use pagemill_cache::Mapping;
 use pagemill_slab::{Handle, enter};
@@ -34,7 +35,8 @@ impl Inner {
     /// Gives a file its data.
     fn attach<'a>(&self, active: &'a Active, mapping: Mapping, has_store: bool) -> Result<&'a Arc<FileData>> {
         let domain = self.domains.get(self.inode(active.inode)?.quota);
-        let data = Arc::new(FileData { mapping, domain, charged: AtomicU64::new(0), has_store });
+        let segments = self.spill.as_ref().filter(|_| !has_store).map(Spill::new_segments);
+        let data = Arc::new(FileData { mapping, domain, charged: AtomicU64::new(0), has_store, segments });
         let handle = self.files.insert(data.clone())?;
         let updated = self.update_inode(active.inode, |old| Inode { data: handle.to_bits(), ..*old });
         updated.inspect_err(|_| _ = self.files.remove(handle))?;
@@ -67,18 +69,29 @@ impl Inner {
         let offset = offset.unwrap_or_else(|| self.size_of(active));
         self.note_modified(active.inode, keeps_set_id)?;
         let data = self.data_for_write(active)?;
-        let written = loop {
-            let written = match &data.domain {
-                None => data.mapping.write_at(from, offset).map_err(Error::from),
-                Some(domain) => self.write_charged(data, domain, from, offset),
-            };
-            match written {
-                Err(Error::NoSpace { .. }) if self.purge_one() => {}
-                written => break written?,
-            }
-        };
+        let written = self.write_bytes(data, from, offset, || self.purge_one())?;
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(written)
+    }
+
+    /// Writes bytes at `offset`. If the file system is full, calls `purge`, which returns whether memory became free,
+    /// then moves data to the spill store. Returns how many bytes found memory. The caller has the lock `writing`.
+    fn write_bytes(&self, data: &Arc<FileData>, from: &[u8], offset: u64, purge: impl Fn() -> bool) -> Result<usize> {
+        let write = |from: &[u8], offset| match &data.domain {
+            None => Ok(data.mapping.write_at(from, offset)?),
+            Some(domain) => self.write_charged(data, domain, from, offset),
+        };
+        if let Some(segments) = data.movable_segments() {
+            return segments.spill.write(data, segments, from, offset, write, purge);
+        }
+        loop {
+            let seen = self.spill.as_ref().map(|spill| spill.releases());
+            let make_room = |spill: &Arc<Spill>| spill.make_room(from.len() as u64, seen.unwrap_or_default());
+            match write(from, offset) {
+                Err(Error::NoSpace { .. }) if purge() || self.spill.as_ref().is_some_and(make_room) => {}
+                written => return written,
+            }
+        }
     }
 
     /// Writes into a file with a quota: charges the missing pages first, and writes as much as the quota has room for.
@@ -118,7 +131,7 @@ impl Inner {
     /// Reads bytes of a file. Returns how many bytes are before the end.
     pub fn read(&self, active: &Active, to: &mut [u8], offset: u64) -> Result<usize> {
         let Some(data) = active.data.get() else { return Ok(0) };
-        let read = data.mapping.read_at(to, offset)?;
+        let read = data.read(to, offset)?;
         self.note_accessed(active.inode);
         Ok(read)
     }
@@ -131,7 +144,7 @@ impl Inner {
         }
         if size_bytes != 0 || active.data.get().is_some() {
             let data = self.data_for_write(active)?;
-            data.mapping.truncate(size_bytes)?;
+            data.truncate(size_bytes)?;
             data.reconcile(self.page_bytes());
         }
         self.note_modified(active.inode, keeps_set_id)?;
@@ -163,11 +176,11 @@ impl Inner {
         let data = self.data_for_write(active)?;
         match how {
             Allocate::Punch => {
-                data.mapping.punch_hole(offset, len_bytes)?;
+                data.punch_hole(offset, len_bytes)?;
                 data.reconcile(self.page_bytes());
             }
             Allocate::Zero | Allocate::ZeroKeepSize => {
-                data.mapping.zero_range(offset, len_bytes.min(size.saturating_sub(offset)))?;
+                data.zero_range(offset, len_bytes.min(size.saturating_sub(offset)))?;
                 self.fill_holes(data, offset, end)?;
             }
             Allocate::Extend | Allocate::KeepSize => self.fill_holes(data, offset, end)?,
@@ -179,20 +192,20 @@ impl Inner {
 
     /// Gives all pages of a range memory, and extends the file to the end of the range. After an error, pages that had
     /// no memory have none again, and the length is as before. The caller has the lock `writing`.
-    fn fill_holes(&self, data: &FileData, start: u64, end: u64) -> Result<()> {
+    fn fill_holes(&self, data: &Arc<FileData>, start: u64, end: u64) -> Result<()> {
         let (old_size, page) = (data.mapping.size_bytes(), self.page_bytes());
         let mut filled = Vec::new();
         if end > old_size {
-            data.mapping.truncate(end)?;
+            data.truncate(end)?;
         }
         let fill = |filled: &mut Vec<(u64, u64)>| {
             let mut at = start / page * page;
             while at < end {
-                let hole = data.mapping.seek_hole(at)?;
+                let hole = data.seek_hole(at)?;
                 if hole >= end {
                     break;
                 }
-                let hole_end = data.mapping.seek_data(hole)?.unwrap_or(end).min(end);
+                let hole_end = data.seek_data(hole)?.unwrap_or(end).min(end);
                 self.fill_hole(data, hole, hole_end, filled)?;
                 at = hole_end;
             }
@@ -201,25 +214,22 @@ impl Inner {
         let done = fill(&mut filled);
         if done.is_err() {
             for (at, len_bytes) in filled {
-                let _ = data.mapping.punch_hole(at, len_bytes);
+                let _ = data.punch_hole(at, len_bytes);
             }
             if end > old_size {
-                let _ = data.mapping.truncate(old_size);
+                let _ = data.truncate(old_size);
             }
             data.reconcile(page);
         }
         done
     }
 
-    fn fill_hole(&self, data: &FileData, start: u64, end: u64, filled: &mut Vec<(u64, u64)>) -> Result<()> {
+    fn fill_hole(&self, data: &Arc<FileData>, start: u64, end: u64, filled: &mut Vec<(u64, u64)>) -> Result<()> {
         static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
         let mut at = start;
         while at < end {
             let zeros = &ZEROS[..ZEROS.len().min((end - at) as usize)];
-            let written = match &data.domain {
-                None => data.mapping.write_at(zeros, at)?,
-                Some(domain) => self.write_charged(data, domain, zeros, at)?,
-            };
+            let written = self.write_bytes(data, zeros, at, || false)?;
             filled.push((at, written as u64));
             at += written as u64;
         }
@@ -233,6 +243,7 @@ impl Inner {
         if !data.has_store {
             let _ = data.mapping.truncate(0);
         }
+        data.segments.iter().for_each(|segments| segments.spill.free(segments));
         if let Some(domain) = &data.domain {
             domain.discharge_bytes(data.charged.swap(0, Relaxed));
         }

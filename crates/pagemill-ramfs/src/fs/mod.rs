@@ -35,6 +35,7 @@ use crate::inode_locks::InodeLocks;
 use crate::name::NameHasher;
 use crate::negative::Negatives;
 use crate::quota::{Domain, Domains};
+use crate::spill::Spill;
 use crate::watch::Watches;
 use builder::Builder;
 use pagemill_cache::PageCache;
@@ -85,6 +86,7 @@ pub(crate) struct Inner {
     pub texts: Texts,
     pub xattrs: HandleMap<Arc<XattrSet>>,
     pub cache: PageCache,
+    pub spill: Option<Arc<Spill>>,
     pub root: InodeHandle,
     pub locks: InodeLocks,
     /// Held while a directory gets another parent, so that no two such renames make a cycle.
@@ -117,9 +119,12 @@ pub(crate) struct Inner {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes of file data, in whole pages.
+    /// Bytes of file data in memory, in whole pages.
     pub bytes: u64,
     pub byte_limit: u64,
+    /// Bytes of file data that are only in the spill store ([`Builder::spill`]), and the maximum; 0 without a store.
+    pub spilled_bytes: u64,
+    pub spill_limit: u64,
     pub page_bytes: u64,
     /// As counted by [`Builder::inodes`].
     pub inodes: u64,
@@ -164,6 +169,8 @@ impl RamFs {
         Usage {
             bytes: inner.cache.charged_bytes(),
             byte_limit: inner.cache.usage().limit,
+            spilled_bytes: inner.spill.as_ref().map_or(0, |spill| spill.spilled_bytes()),
+            spill_limit: inner.spill.as_ref().map_or(0, |spill| spill.limit_bytes()),
             page_bytes: inner.page_bytes(),
             inodes: whole.inodes,
             inode_limit: whole.limit.inodes,

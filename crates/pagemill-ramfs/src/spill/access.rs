@@ -25,16 +25,10 @@ impl Spill {
         Ok(done)
     }
 
-    fn read_in_segment(
-        &self,
-        data: &Arc<FileData>,
-        segments: &Segments,
-        to: &mut [u8],
-        offset: u64,
-    ) -> Result<usize> {
+    fn read_in_segment(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
         let (index, mut may_restore) = (self.index_of(offset), true);
         loop {
-            let locked = self.lock(segments, index);
+            let (seen, locked) = (self.releases(), self.lock(segments, index));
             let spilled = match segments.get(index) {
                 Some(segment) if !segment.is_resident => segment,
                 found => {
@@ -48,15 +42,10 @@ impl Spill {
                 return self.read_copy(data, index, &spilled, to, offset);
             }
             match self.restore(data, index, &spilled) {
-                Ok(turn) => {
-                    let read = data.mapping.read_at(to, offset);
-                    drop(locked);
-                    self.push(data, index, turn);
-                    return Ok(read?);
-                }
+                Ok(()) => return Ok(data.mapping.read_at(to, offset)?),
                 Err(Error::NoSpace { .. }) => {
                     drop(locked);
-                    may_restore = self.make_room(self.bytes_of(spilled.pages));
+                    may_restore = self.make_room(self.bytes_of(spilled.pages), seen);
                 }
                 Err(error) => return Err(error),
             }
@@ -64,14 +53,7 @@ impl Spill {
     }
 
     /// Reads bytes of a spilled segment from the store. The caller holds the segment's lock.
-    fn read_copy(
-        &self,
-        data: &FileData,
-        index: u64,
-        segment: &Segment,
-        to: &mut [u8],
-        offset: u64,
-    ) -> Result<usize> {
+    fn read_copy(&self, data: &FileData, index: u64, segment: &Segment, to: &mut [u8], offset: u64) -> Result<usize> {
         let copy = segment.copy.expect("a spilled segment has a copy");
         let len = data.mapping.size_bytes().saturating_sub(offset).min(to.len() as u64) as usize;
         let inside = offset - self.range_of(index).start;
@@ -135,46 +117,33 @@ impl Spill {
     ) -> Result<usize> {
         let index = self.index_of(offset);
         loop {
-            let locked = self.lock(segments, index);
-            let (spilled, mut turn) = (segments.get(index).filter(|segment| !segment.is_resident), None);
-            let restored = spilled.map_or(Ok(()), |spilled| {
-                turn = Some(self.restore(data, index, &spilled)?);
-                Ok(())
-            });
+            let (seen, locked) = (self.releases(), self.lock(segments, index));
+            let spilled = segments.get(index).filter(|segment| !segment.is_resident);
+            let restored = spilled.map_or(Ok(()), |spilled| self.restore(data, index, &spilled));
             let written = restored.and_then(|()| {
-                let new_turn = self.begin_change(segments, index);
-                turn = turn.or(new_turn);
+                self.begin_change(data, segments, index);
                 write(from, offset)
             });
             drop(locked);
-            if let Some(turn) = turn {
-                self.push(data, index, turn);
-            }
             let Err(error @ Error::NoSpace { .. }) = written else { return written };
             let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
-            if !purge() && !self.make_room(wanted) {
+            if !purge() && !self.make_room(wanted, seen) {
                 return self.write_copy_of(data, segments, index, from, offset).unwrap_or(Err(error));
             }
         }
     }
 
-    /// Prepares a change of a resident segment, or of one without data. Returns a new turn for the latter. The caller
-    /// holds the segment's lock.
-    fn begin_change(&self, segments: &Segments, index: u64) -> Option<u64> {
-        match segments.get(index) {
-            Some(old) => {
-                self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
-                if old.copy.is_none() && !old.is_recent {
-                    segments.note_use(index);
-                }
-                None
-            }
-            None => {
-                let (turn, pages) = (self.new_turn(), PageSet::default());
-                segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, turn });
-                Some(turn)
-            }
+    /// Prepares a change of a resident segment, or of one without data. The caller holds the segment's lock.
+    fn begin_change(&self, data: &Arc<FileData>, segments: &Segments, index: u64) {
+        let Some(old) = segments.get(index) else {
+            let (turn, pages) = (self.new_turn(data, index), PageSet::default());
+            segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, turn });
+            return;
+        };
+        if !old.is_recent {
+            segments.note_use(index);
         }
+        self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
     }
 
     /// Writes into the copy of a spilled segment, if the copy has all pages and the file does not grow. `None`: it does
@@ -231,18 +200,15 @@ impl Spill {
         let indices = segments.indices(0..u64::MAX);
         let restored = indices.iter().try_for_each(|index| {
             loop {
-                let locked = self.lock(segments, *index);
+                let (seen, locked) = (self.releases(), self.lock(segments, *index));
                 let Some(spilled) = segments.get(*index).filter(|segment| !segment.is_resident) else {
                     return Ok(());
                 };
                 match self.restore(data, *index, &spilled) {
-                    Ok(turn) => {
-                        drop(locked);
-                        self.push(data, *index, turn);
-                    }
+                    Ok(()) => return Ok(()),
                     Err(error @ Error::NoSpace { .. }) => {
                         drop(locked);
-                        if !self.make_room(self.bytes_of(spilled.pages)) {
+                        if !self.make_room(self.bytes_of(spilled.pages), seen) {
                             return Err(error);
                         }
                     }

@@ -23,7 +23,10 @@ impl Spill {
             let start = size_bytes.saturating_sub(self.range_of(index).start);
             self.cut(segments, index, start..self.segment_bytes, || Ok(()))?;
         }
-        Ok(data.mapping.truncate(size_bytes)?)
+        data.mapping.truncate(size_bytes)?;
+        // Before the segments may move again: an eviction that waits for this learns that it need not.
+        self.count_release();
+        Ok(())
     }
 
     /// Frees the memory of a range, which reads zero then. The caller has the lock `writing`.
@@ -34,6 +37,7 @@ impl Spill {
     pub fn punch_hole(&self, data: &FileData, segments: &Segments, offset: u64, len_bytes: u64) -> Result<()> {
         self.cut_each(segments, offset, len_bytes, |range| {
             data.mapping.punch_hole(range.start, range.end - range.start)?;
+            self.count_release();
             Ok(())
         })
     }
@@ -106,9 +110,10 @@ impl Spill {
         Ok(())
     }
 
-    /// Ends all segments of a file that was freed.
+    /// Ends all segments of a file whose pages were freed.
     pub fn free(&self, segments: &Segments) {
         segments.set_frozen(true);
+        self.count_release();
         segments.indices(0..u64::MAX).iter().for_each(|index| self.forget(segments, *index));
     }
 }

@@ -14,9 +14,8 @@
 //! copy until it is changed, so that it can be evicted again without a write.
 //!
 //! **Locks.** Each use of a segment's bytes holds the segment's lock, also during transfers with the store. An eviction
-//! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the list of a
-//! file's segments, under which the mapping is searched and punched; space and buffers of the store. The lock of the
-//! order is acquired without any of them, and above the list of segments.
+//! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the order, then
+//! the list of a file's segments, under which the mapping is searched and punched; space and buffers of the store.
 //!
 //! **Truncation** freezes the file's segments: nothing may be written into the mapping behind the new end, or the file
 //! would grow again. Reads then take spilled bytes from the store directly. So do reads, and writes of pages that the
@@ -34,13 +33,14 @@ pub(crate) use segments::Segments;
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
 use extents::Extents;
-use order::{Entry, Order};
-use pagemill_core::sync::{AtomicU64, Guarded, Lock, LockGuard, Padded, Relaxed};
+use order::{Entry, First, Order};
+use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
 use pagemill_store::{Store, errno};
 use segments::{MAX_PAGES, PageSet, Segment};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::AcqRel;
 
 /// Bytes of a segment, unless a page is larger.
 const SEGMENT_BYTES: u64 = 256 << 10;
@@ -56,9 +56,11 @@ pub(crate) struct Spill {
     extents: Extents,
     /// Locks of segments, chosen by file and index.
     locks: Box<[Padded<Lock>]>,
-    order: Guarded<Order>,
+    order: Order,
     next_file: AtomicU64,
     next_turn: AtomicU64,
+    /// Number of times that memory became free.
+    releases: AtomicU64,
     /// Pages that are in the store only.
     spilled_pages: AtomicU64,
     /// Maximum bytes of file data in memory.
@@ -95,9 +97,10 @@ impl Spill {
         Ok(Self {
             extents: Extents::new(store, limit_bytes, page_bytes, segment_bytes),
             locks: (0..LOCKS).map(|_| Padded(Lock::new())).collect(),
-            order: Guarded::default(),
+            order: Order::default(),
             next_file: AtomicU64::new(0),
             next_turn: AtomicU64::new(0),
+            releases: AtomicU64::new(0),
             spilled_pages: AtomicU64::new(0),
             resident_bytes,
             page_bytes,
@@ -127,13 +130,12 @@ impl Spill {
         self.locks[at as usize].0.lock()
     }
 
-    fn new_turn(&self) -> u64 {
-        self.next_turn.fetch_add(1, Relaxed)
-    }
-
-    fn push(&self, data: &Arc<FileData>, index: u64, turn: u64) {
-        let entry = Entry { file: Arc::downgrade(data), index, turn };
-        self.order.with(|order| order.push(entry));
+    /// Adds a segment that is about to get memory to the order of eviction, and returns its turn. The caller holds the
+    /// segment's lock.
+    fn new_turn(&self, data: &Arc<FileData>, index: u64) -> u64 {
+        let turn = self.next_turn.fetch_add(1, Relaxed);
+        self.order.push(Entry { file: Arc::downgrade(data), index, turn });
+        turn
     }
 
     fn bytes_of(&self, pages: PageSet) -> u64 {
@@ -151,23 +153,39 @@ impl Spill {
         start..start.saturating_add(self.segment_bytes)
     }
 
-    /// Evicts segments until `bytes` of memory are free. Returns whether memory became free. The caller holds no lock of
-    /// a segment.
-    pub fn make_room(&self, bytes: u64) -> bool {
-        let mut freed = 0;
-        // A segment in use gets a second chance, so two rounds reach all.
-        let mut turns = 2 * self.order.with(|order| order.len());
-        let mut has_dropped_copies = false;
-        while freed < bytes && turns > 0 {
-            turns -= 1;
-            let Some(entry) = self.order.with(Order::pop) else { break };
-            let Some(data) = entry.file.upgrade() else { continue };
-            match self.take_turn(&data, entry.index, entry.turn) {
+    /// Returns the number of times that memory became free.
+    pub fn releases(&self) -> u64 {
+        self.releases.load(Acquire)
+    }
+
+    /// Counts an evicted segment, or a file that released memory. Called before the lock of the segment is released.
+    fn count_release(&self) {
+        self.releases.fetch_add(1, AcqRel);
+    }
+
+    /// Evicts segments until `bytes` of memory are free. Returns whether memory became free, also by another thread, since
+    /// [`Spill::releases`] returned `seen`: before the caller tried to get memory. The caller holds no lock of a segment.
+    pub fn make_room(&self, bytes: u64, seen: u64) -> bool {
+        let (mut freed, mut has_dropped_copies) = (0, false);
+        // In a second round no segment gets a second chance, so the two rounds reach all.
+        let (round, mut turns) = (self.order.len(), 0);
+        while freed < bytes && turns < 2 * round {
+            let taken = match self.order.take_first() {
+                First::Entry(taken) => taken,
+                First::Later => {
+                    pause();
+                    continue;
+                }
+                First::Nothing => break,
+            };
+            turns += 1;
+            let Some(data) = taken.entry().file.upgrade() else { continue };
+            match self.take_turn(&data, taken.entry(), turns <= round) {
                 Ok(Turn::Freed(more)) => freed += more,
                 Ok(Turn::Gone) => {}
-                Ok(Turn::Stays) => self.order.with(|order| order.push(entry)),
+                Ok(Turn::Stays) => taken.put_back(),
                 Err(error) => {
-                    self.order.with(|order| order.push(entry));
+                    taken.put_back();
                     let is_full = errno::is(&error, errno::ENOSPC);
                     if has_dropped_copies || !is_full || !self.drop_copies() {
                         break;
@@ -176,20 +194,26 @@ impl Spill {
                 }
             }
         }
-        freed > 0
+        self.releases() != seen
     }
 
-    /// Evicts a segment, unless it was used since its last turn.
-    fn take_turn(&self, data: &FileData, index: u64, turn: u64) -> io::Result<Turn> {
-        let Some(segments) = &data.segments else { return Ok(Turn::Gone) };
-        let _locked = self.lock(segments, index);
-        let Some(old) = segments.get(index).filter(|old| old.is_resident && old.turn == turn) else {
+    /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
+    /// truncated.
+    fn take_turn(&self, data: &FileData, entry: &Entry, has_second_chance: bool) -> io::Result<Turn> {
+        let (Some(segments), index) = (&data.segments, entry.index) else { return Ok(Turn::Gone) };
+        let mut locked = self.lock(segments, index);
+        while segments.is_frozen() && segments.has_turn(index, entry.turn) {
+            drop(locked);
+            pause();
+            locked = self.lock(segments, index);
+        }
+        let Some(old) = segments.get(index).filter(|old| old.is_resident && old.turn == entry.turn) else {
             return Ok(Turn::Gone);
         };
-        if segments.is_pinned() || segments.is_frozen() {
+        if segments.is_pinned() {
             return Ok(Turn::Stays);
         }
-        if old.is_recent {
+        if old.is_recent && has_second_chance {
             segments.set(index, Segment { is_recent: false, ..old });
             return Ok(Turn::Stays);
         }
@@ -209,6 +233,7 @@ impl Spill {
         let spilled = Segment { copy: Some(copy), pages, is_resident: false, ..old };
         let freed = segments.evict(index, spilled, &data.mapping);
         self.spilled_pages.fetch_add(pages.count(), Relaxed);
+        self.count_release();
         Ok(Turn::Freed(freed))
     }
 
@@ -243,17 +268,16 @@ impl Spill {
         Ok(copy)
     }
 
-    /// Brings a spilled segment back into memory. The caller holds the segment's lock, and adds the segment to the order
-    /// after it has released the lock.
+    /// Brings a spilled segment back into memory. The caller holds the segment's lock.
     ///
     /// # Errors
     ///
     /// [`Error::NoSpace`] without memory for all pages, errors of the store. The segment stays spilled.
-    fn restore(&self, data: &FileData, index: u64, old: &Segment) -> Result<u64> {
+    fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
         let copy = old.copy.expect("a spilled segment has a copy");
         debug_assert!(!old.is_resident && !segments.is_frozen(), "only a spilled segment of a file that may grow");
-        let start = self.range_of(index).start;
+        let (start, turn) = (self.range_of(index).start, self.new_turn(data, index));
         let filled = self.extents.with_buffer(|buffer| {
             self.extents.read(copy, old.pages, buffer).map_err(store_failed("a read of the spill store"))?;
             old.pages.runs().try_for_each(|run| {
@@ -271,17 +295,15 @@ impl Spill {
             let _ = data.mapping.punch_hole(start, self.segment_bytes);
             return Err(error);
         }
-        let turn = self.new_turn();
         segments.set(index, Segment { is_resident: true, is_recent: true, turn, ..*old });
         self.spilled_pages.fetch_sub(old.pages.count(), Relaxed);
-        Ok(turn)
+        Ok(())
     }
 
     /// Drops the copies of resident segments. Returns whether there were any. The caller holds no lock of a segment.
     fn drop_copies(&self) -> bool {
-        let entries = self.order.with(|order| order.entries());
         let mut has_dropped = false;
-        for (file, index) in entries {
+        for (file, index) in self.order.segments() {
             let Some(data) = file.upgrade() else { continue };
             let Some(segments) = &data.segments else { continue };
             let _locked = self.lock(segments, index);

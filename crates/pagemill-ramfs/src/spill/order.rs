@@ -3,8 +3,12 @@
 //! A queue with a second chance: a segment that was used since its last turn goes to the end. An entry names its file
 //! weakly, and its segment by index and turn, so files and segments that end leave entries without meaning behind. Those
 //! are removed when they become as many as the others.
+//!
+//! A segment gets its entry before its pages get memory, while the segment's lock is held. The order counts the entries
+//! that were taken out and may be put back, so that a thread that finds none knows whether there will be one.
 
 use crate::file_data::FileData;
+use pagemill_core::sync::Guarded;
 use std::collections::VecDeque;
 use std::sync::Weak;
 
@@ -20,38 +24,86 @@ pub struct Entry {
 
 impl Entry {
     fn has_meaning(&self) -> bool {
-        // Another thread may drop the last reference to the file meanwhile; then this thread frees the file.
+        // Another thread may drop the other references to the file meanwhile; then this thread frees the file.
         let Some(file) = self.file.upgrade() else { return false };
         file.segments.as_ref().is_some_and(|segments| segments.has_turn(self.index, self.turn))
     }
 }
 
 #[derive(Default)]
-pub struct Order {
+struct Queue {
     entries: VecDeque<Entry>,
     /// Length at which entries without meaning are removed.
     clean_at: usize,
+    /// Number of entries that are taken out at the moment.
+    taken: usize,
+}
+
+#[derive(Default)]
+pub struct Order(Guarded<Queue>);
+
+/// The first entry of the order.
+pub enum First<'order> {
+    Entry(Taken<'order>),
+    /// There is none now, but other threads have taken some out and may put them back.
+    Later,
+    Nothing,
 }
 
 impl Order {
-    pub fn push(&mut self, entry: Entry) {
-        if self.entries.len() >= self.clean_at.max(MIN_LEN) {
-            self.entries.retain(Entry::has_meaning);
-            self.clean_at = 2 * self.entries.len();
-        }
-        self.entries.push_back(entry);
+    /// Adds an entry at the end.
+    pub fn push(&self, entry: Entry) {
+        self.0.with(|queue| {
+            if queue.entries.len() >= queue.clean_at.max(MIN_LEN) {
+                queue.entries.retain(Entry::has_meaning);
+                queue.clean_at = 2 * queue.entries.len();
+            }
+            queue.entries.push_back(entry);
+        });
     }
 
-    pub fn pop(&mut self) -> Option<Entry> {
-        self.entries.pop_front()
+    /// Takes the first entry out.
+    pub fn take_first(&self) -> First<'_> {
+        self.0.with(|queue| match queue.entries.pop_front() {
+            Some(entry) => {
+                queue.taken += 1;
+                First::Entry(Taken { order: self, entry: Some(entry) })
+            }
+            None if queue.taken > 0 => First::Later,
+            None => First::Nothing,
+        })
     }
 
+    /// Returns the number of entries, with those that are taken out.
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.0.with(|queue| queue.entries.len() + queue.taken)
     }
 
-    /// Returns copies of all entries.
-    pub fn entries(&self) -> Vec<(Weak<FileData>, u64)> {
-        self.entries.iter().map(|entry| (entry.file.clone(), entry.index)).collect()
+    /// Returns files and indices of all entries.
+    pub fn segments(&self) -> Vec<(Weak<FileData>, u64)> {
+        self.0.with(|queue| queue.entries.iter().map(|entry| (entry.file.clone(), entry.index)).collect())
+    }
+}
+
+/// An entry that was taken out of the order, until it is put back or dropped.
+pub struct Taken<'order> {
+    order: &'order Order,
+    entry: Option<Entry>,
+}
+
+impl Taken<'_> {
+    pub fn entry(&self) -> &Entry {
+        self.entry.as_ref().expect("the entry is there until it is put back")
+    }
+
+    /// Puts the entry back at the end of the order.
+    pub fn put_back(mut self) {
+        self.entry.take().into_iter().for_each(|entry| self.order.push(entry));
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.order.0.with(|queue| queue.taken -= 1);
     }
 }

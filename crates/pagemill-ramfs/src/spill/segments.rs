@@ -230,7 +230,7 @@ mod tests {
         let set = PageSet::of(0..3).with(PageSet::of(5..6)).with(PageSet::of(62..64));
         assert_eq!(set.runs().collect::<Vec<_>>(), [0..3, 5..6, 62..64]);
         assert_eq!((set.count(), set.next_in(3), set.next_in(6), set.next_outside(62)), (6, Some(5), Some(62), 64));
-        assert_eq!(set.without(PageSet::of(1..64)).runs().collect::<Vec<_>>(), [0..1]);
+        assert_eq!(set.without(PageSet::of(1..64)).runs().next(), Some(0..1));
         let all = PageSet::of(0..64);
         assert_eq!((all.count(), all.runs().next(), all.next_outside(0)), (64, Some(0..64), 64));
         assert!(all.contains(set) && !set.contains(all) && PageSet::of(7..7).is_empty());
