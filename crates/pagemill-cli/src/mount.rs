@@ -66,6 +66,14 @@ pub struct Mount {
     /// Number of threads that answer requests with --fuse [default: one for each CPU, at most 4]
     #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: Option<u16>,
+    /// With --fuse: when the size is used up, move files that were not used for long into this folder on a disk, instead
+    /// of reporting "no space left". They come back when they are used. The data lie in a file without a name, which
+    /// ends with this process.
+    #[arg(long, value_name = "DIR", requires = "fuse")]
+    spill: Option<PathBuf>,
+    /// Maximum space in the folder of --spill [default: what is free there at the start]
+    #[arg(long, value_name = "SIZE", requires = "spill", value_parser = parse_bytes)]
+    spill_size: Option<u64>,
     /// Print the mount as one JSON object.
     #[arg(long)]
     json: bool,

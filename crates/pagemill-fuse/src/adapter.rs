@@ -7,7 +7,7 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use pagemill_ramfs::{
-    Allocate, Attr, Caller, DirEntry, Entry, Error, File, OpenOptions, RamFs, Rename, SetAttr, SetXattr, Whence,
+    Allocate, Attr, Caller, DirEntry, Entry, Error, File, OpenOptions, RamFs, Rename, SetAttr, SetXattr, Usage, Whence,
 };
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -34,6 +34,9 @@ const MAX_BACKGROUND: u16 = 64;
 const OFFSET_OF_SELF: u64 = 1;
 const OFFSET_OF_PARENT: u64 = 2;
 const FIRST_COOKIE: u64 = 8;
+
+/// Extended attribute of the root that tells the usage of memory and of the spill store. It is not listed.
+pub const USAGE_ATTRIBUTE: &str = "user.pagemill.usage";
 
 /// A user without the right to keep set-user-ID bits.
 const ORDINARY_USER: u32 = u32::MAX - 1;
@@ -148,6 +151,12 @@ fn reply_xattr(reply: ReplyXattr, bytes: Result<Vec<u8>, Error>, size: u32) {
         Ok(bytes) => reply.data(&bytes),
         Err(error) => reply.error(errno(&error)),
     }
+}
+
+/// Returns the value of [`USAGE_ATTRIBUTE`]: a line `NAME BYTES` for each quantity.
+fn usage_text(usage: &Usage) -> String {
+    let Usage { bytes, byte_limit, spilled_bytes, spill_limit, .. } = usage;
+    format!("memory {bytes}\nmemory_limit {byte_limit}\nspilled {spilled_bytes}\nspill_limit {spill_limit}\n")
 }
 
 impl Filesystem for Adapter {
@@ -449,8 +458,8 @@ impl Filesystem for Adapter {
         const NAME_BYTES: u32 = 255;
         let usage = self.fs.usage();
         let page = usage.page_bytes;
-        let blocks = usage.byte_limit / page;
-        let free = blocks.saturating_sub(usage.bytes.div_ceil(page));
+        let blocks = (usage.byte_limit + usage.spill_limit) / page;
+        let free = blocks.saturating_sub((usage.bytes + usage.spilled_bytes).div_ceil(page));
         let free_inodes = usage.inode_limit.saturating_sub(usage.inodes);
         reply.statfs(blocks, free, free, usage.inode_limit, free_inodes, page as u32, NAME_BYTES, page as u32);
     }
@@ -475,7 +484,11 @@ impl Filesystem for Adapter {
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        reply_xattr(reply, self.fs.getxattr(ino.0, name.as_bytes(), &self.root), size);
+        let value = match name == USAGE_ATTRIBUTE && ino == INodeNo::ROOT {
+            true => Ok(usage_text(&self.fs.usage()).into_bytes()),
+            false => self.fs.getxattr(ino.0, name.as_bytes(), &self.root),
+        };
+        reply_xattr(reply, value, size);
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {

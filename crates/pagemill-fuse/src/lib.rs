@@ -22,4 +22,5 @@ mod adapter;
 mod attr;
 mod mount;
 
+pub use adapter::USAGE_ATTRIBUTE;
 pub use mount::{Mount, MountError, Options, unmount};

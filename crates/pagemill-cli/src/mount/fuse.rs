@@ -1,5 +1,7 @@
 //! `pagemill mount --fuse`: a RAM file system in this process, mounted through FUSE.
 
+mod spill;
+
 use super::{Mount, UNMOUNT_RETRY_TIME, print_line, report_error};
 use crate::fail;
 use pagemill_core::units::Bytes;
@@ -11,6 +13,7 @@ use rustix::fs::StatVfs;
 use serde_json::json;
 use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
+use spill::SpillFile;
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
@@ -104,12 +107,45 @@ fn canonical(dir: &Path) -> io::Result<PathBuf> {
     })
 }
 
+/// What a file system uses of its memory and of its spill file, in bytes.
+#[derive(Clone, Copy, Default)]
+struct Usage {
+    memory: u64,
+    memory_limit: u64,
+    spilled: u64,
+    spill_limit: u64,
+}
+
+impl Usage {
+    /// Returns the usage that the process behind a mount point reports; `None` for a process of an earlier version.
+    fn at(point: &Path) -> Option<Self> {
+        let mut buffer = [0; 512];
+        let len = rustix::fs::getxattr(point, pagemill_fuse::USAGE_ATTRIBUTE, &mut buffer).ok()?;
+        let mut usage = Self::default();
+        for line in std::str::from_utf8(&buffer[..len]).ok()?.lines() {
+            let (name, bytes) = line.split_once(' ')?;
+            let bytes = bytes.parse().ok()?;
+            match name {
+                "memory" => usage.memory = bytes,
+                "memory_limit" => usage.memory_limit = bytes,
+                "spilled" => usage.spilled = bytes,
+                "spill_limit" => usage.spill_limit = bytes,
+                _ => {}
+            }
+        }
+        Some(usage)
+    }
+}
+
 /// Returns the usage of a file system, which the kernel never has in a cache. `None`: there is no answer in time.
-fn stat(point: &Path) -> Option<io::Result<StatVfs>> {
+fn stat(point: &Path) -> Option<io::Result<(StatVfs, Option<Usage>)>> {
     let (send, answer) = mpsc::channel();
     let point = point.to_owned();
     // A thread, since the process that serves the file system may be stopped.
-    let ask = move || send.send(rustix::fs::statvfs(&point).map_err(io::Error::from));
+    let ask = move || {
+        let stat = rustix::fs::statvfs(&point).map_err(io::Error::from);
+        let _ = send.send(stat.map(|stat| (stat, Usage::at(&point)))); // without a receiver after a timeout
+    };
     std::thread::Builder::new().name("usage".into()).spawn(ask).ok()?;
     answer.recv_timeout(ANSWER_TIME).ok()
 }
@@ -151,13 +187,14 @@ struct Served {
     found: Found,
     mount: pagemill_fuse::Mount,
     size_bytes: u64,
+    spill: Option<SpillFile>,
     threads: usize,
 }
 
 impl Mount {
     /// Mounts through FUSE, and serves the file system until it is unmounted.
     pub(super) fn main_of_fuse(&self, mut signals: Signals) -> ExitCode {
-        let Served { found, mount, size_bytes, threads } = match self.mount_through_fuse() {
+        let Served { found, mount, size_bytes, spill, threads } = match self.mount_through_fuse() {
             Ok(served) => served,
             Err(why) => return report_error(2, self.json, &why),
         };
@@ -176,7 +213,7 @@ impl Mount {
             let _ = pagemill_fuse::unmount(found.point(), true);
             return report_error(2, self.json, &format!("{} is not served: {error}", found.point().display()));
         }
-        self.report_fuse_ready(&found, size_bytes, threads);
+        self.report_fuse_ready(&found, size_bytes, spill.as_ref(), threads);
         let status = self.await_end(&found, &end);
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         handle.close();
@@ -201,7 +238,9 @@ impl Mount {
             None => mounting::check_empty(&point, &point).map_err(text)?,
         }
         let size_bytes = self.size.unwrap_or_else(mounting::default_size);
-        let fs = self.new_file_system(size_bytes).map_err(|error| format!("no file system can be made: {error}"))?;
+        let spill = self.spill.as_deref().map(|dir| SpillFile::create(dir, self.spill_size, &point)).transpose()?;
+        let fs = self.new_file_system(size_bytes, spill.as_ref());
+        let fs = fs.map_err(|error| format!("no file system can be made: {error}"))?;
         let threads = self.threads.map_or_else(default_threads, usize::from);
         let options = Options { name: MOUNT_SOURCE, threads, allow_other: rustix::process::geteuid().is_root() };
         let mount = pagemill_fuse::Mount::start(fs, &point, &options).map_err(|error| error.to_string())?;
@@ -209,12 +248,16 @@ impl Mount {
             let _ = pagemill_fuse::unmount(&point, true);
             format!("{} was mounted, but cannot be read: {error}", point.display())
         })?;
-        Ok(Served { found: Found::Served { point, device }, mount, size_bytes, threads })
+        Ok(Served { found: Found::Served { point, device }, mount, size_bytes, spill, threads })
     }
 
-    fn new_file_system(&self, size_bytes: u64) -> Result<RamFs, pagemill_ramfs::Error> {
+    fn new_file_system(&self, size_bytes: u64, spill: Option<&SpillFile>) -> Result<RamFs, pagemill_ramfs::Error> {
         let inodes = (size_bytes / BYTES_PER_INODE).max(MIN_INODES);
         let builder = RamFs::builder("fuse").bytes(size_bytes).inodes(inodes).root_mode(self.mode.unwrap_or(0o1777));
+        let builder = match spill {
+            Some(spill) => builder.spill(spill.store.clone(), spill.limit_bytes),
+            None => builder,
+        };
         let fs = builder.build()?;
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let owner = SetAttr { uid: Some(uid), gid: Some(gid), mode: self.mode, ..SetAttr::default() };
@@ -222,7 +265,7 @@ impl Mount {
         Ok(fs)
     }
 
-    fn report_fuse_ready(&self, found: &Found, size_bytes: u64, threads: usize) {
+    fn report_fuse_ready(&self, found: &Found, size_bytes: u64, spill: Option<&SpillFile>, threads: usize) {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         let Found::Served { point, device } = found else { return };
         let (pid, size) = (std::process::id(), Bytes(size_bytes));
@@ -230,12 +273,16 @@ impl Mount {
             let point = point.to_string_lossy();
             json!({
                 "mounted": point, "size_bytes": size_bytes, "controller_pid": pid, "taken_over": false,
-                "fuse": true, "threads": threads
+                "fuse": true, "threads": threads, "spill_bytes": spill.map(|spill| spill.limit_bytes)
             })
             .to_string()
         } else {
             let end = self.end_hint(*device);
-            format!("{} mounted through FUSE: up to {size}, process {pid}, {threads} threads; {end}", point.display())
+            let more = spill.map_or_else(String::new, |spill| {
+                format!(" and {} in {}", Bytes(spill.limit_bytes), spill.folder.display())
+            });
+            let point = point.display();
+            format!("{point} mounted through FUSE: up to {size}{more}, process {pid}, {threads} threads; {end}")
         };
         let _ = writeln!(io::stdout(), "{line}");
         let _ = io::stdout().flush();
@@ -308,8 +355,8 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
         let point = found.point().display();
         return Err(format!("the process behind {point} has ended: `pagemill umount {point}` unmounts it"));
     };
-    let stat = match stat(point) {
-        Some(Ok(stat)) => stat,
+    let (stat, usage) = match stat(point) {
+        Some(Ok((stat, usage))) => (stat, usage),
         Some(Err(error)) => return Err(format!("{} cannot be read: {error}", point.display())),
         None => return Err(format!("the process behind {} does not answer; it may be stopped", point.display())),
     };
@@ -319,11 +366,19 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
     if is_json {
         let state = json!({
             "mount_point": point.to_string_lossy(), "fuse": true, "size_bytes": size_bytes, "used_bytes": used_bytes,
-            "inodes": inodes, "max_inodes": stat.f_files
+            "inodes": inodes, "max_inodes": stat.f_files, "memory_bytes": usage.map(|usage| usage.memory),
+            "memory_limit_bytes": usage.map(|usage| usage.memory_limit),
+            "spilled_bytes": usage.map(|usage| usage.spilled), "spill_bytes": usage.map(|usage| usage.spill_limit)
         });
         return Ok(format!("{state}\n"));
     }
     let (point, size, used) = (point.display(), Bytes(size_bytes).to_string(), Bytes(used_bytes).to_string());
     let most = stat.f_files;
-    Ok(format!("{point}  through FUSE\n  size {size:>24}\n  used {used:>24}  in {inodes} of {most} inodes\n"))
+    let mut text =
+        format!("{point}  through FUSE\n  size {size:>24}\n  used {used:>24}  in {inodes} of {most} inodes\n");
+    if let Some(Usage { memory, spilled, .. }) = usage.filter(|usage| usage.spill_limit > 0) {
+        let [memory, spilled] = [memory, spilled].map(|bytes| Bytes(bytes).to_string());
+        text += &format!("  in memory {memory:>19}\n  on disk {spilled:>21}\n");
+    }
+    Ok(text)
 }

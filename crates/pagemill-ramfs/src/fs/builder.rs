@@ -252,7 +252,7 @@ fn build_cache(
     };
     let policy = SmallFirst(policy.unwrap_or_else(|| Box::new(Auto)));
     let cache = cache.policy(policy).build_in(caches)?;
-    let spill = Spill::new(store, limit_bytes, cache.page().bytes() as u64, cache.usage().limit)?;
+    let spill = Spill::new(store, limit_bytes, cache.page().bytes() as u64, cache.limit_bytes())?;
     Ok((cache, Some(Arc::new(spill))))
 }
 

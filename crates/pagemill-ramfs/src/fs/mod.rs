@@ -168,7 +168,7 @@ impl RamFs {
         let whole = inner.whole.usage();
         Usage {
             bytes: inner.cache.charged_bytes(),
-            byte_limit: inner.cache.usage().limit,
+            byte_limit: inner.cache.limit_bytes(),
             spilled_bytes: inner.spill.as_ref().map_or(0, |spill| spill.spilled_bytes()),
             spill_limit: inner.spill.as_ref().map_or(0, |spill| spill.limit_bytes()),
             page_bytes: inner.page_bytes(),

@@ -14,15 +14,12 @@ use std::sync::Arc;
 /// Maximum number of buffers that are kept for later transfers.
 const MAX_BUFFERS: usize = 8;
 
-/// Alignment of buffers, sufficient for direct transfers.
-const ALIGN_BYTES: usize = 4096;
-
 /// Number of an extent in the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Extent(u64);
+pub(crate) struct Extent(u64);
 
 /// The store and its space.
-pub struct Extents {
+pub(crate) struct Extents {
     store: Arc<dyn Store>,
     space: Guarded<Space>,
     /// Pages of all copies.
@@ -109,7 +106,7 @@ impl Extents {
     /// Calls `act` with a buffer of one extent, whose bytes are of earlier uses.
     pub fn with_buffer<R>(&self, act: impl FnOnce(&mut [u8]) -> R) -> R {
         let kept = self.buffers.with(Vec::pop);
-        let mut buffer = kept.unwrap_or_else(|| Aligned::new(self.extent_bytes as usize, ALIGN_BYTES));
+        let mut buffer = kept.unwrap_or_else(|| Aligned::new(self.extent_bytes as usize, self.page_bytes as usize));
         let result = act(&mut buffer);
         self.buffers.with(|buffers| {
             if buffers.len() < MAX_BUFFERS {

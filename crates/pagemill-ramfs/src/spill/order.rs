@@ -16,7 +16,7 @@ use std::sync::Weak;
 const MIN_LEN: usize = 1024;
 
 /// A segment's place in the order.
-pub struct Entry {
+pub(crate) struct Entry {
     pub file: Weak<FileData>,
     pub index: u64,
     pub turn: u64,
@@ -40,10 +40,10 @@ struct Queue {
 }
 
 #[derive(Default)]
-pub struct Order(Guarded<Queue>);
+pub(crate) struct Order(Guarded<Queue>);
 
 /// The first entry of the order.
-pub enum First<'order> {
+pub(crate) enum First<'order> {
     Entry(Taken<'order>),
     /// There is none now, but other threads have taken some out and may put them back.
     Later,
@@ -86,7 +86,7 @@ impl Order {
 }
 
 /// An entry that was taken out of the order, until it is put back or dropped.
-pub struct Taken<'order> {
+pub(crate) struct Taken<'order> {
     order: &'order Order,
     entry: Option<Entry>,
 }

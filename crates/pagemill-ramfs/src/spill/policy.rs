@@ -4,7 +4,7 @@ use pagemill_cache::{Ask, Cause, Choice, Policy};
 
 /// Gives data small folios, so that memory is allocated for written segments only. Asks another policy about a collapse
 /// of ranges that are completely in memory.
-pub struct SmallFirst(pub Box<dyn Policy>);
+pub(crate) struct SmallFirst(pub Box<dyn Policy>);
 
 impl Policy for SmallFirst {
     fn choose(&self, ask: &Ask) -> Choice {

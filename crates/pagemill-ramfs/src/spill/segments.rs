@@ -15,7 +15,7 @@ pub const MAX_PAGES: u64 = 64;
 
 /// A set of pages of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PageSet(u64);
+pub(crate) struct PageSet(u64);
 
 impl PageSet {
     /// Returns the set of these pages.
@@ -69,7 +69,7 @@ impl PageSet {
 
 /// The state of a segment. Changed only under the segment's lock (`Spill::lock`).
 #[derive(Clone, Copy, Debug)]
-pub struct Segment {
+pub(crate) struct Segment {
     /// The space of its copy in the store.
     pub copy: Option<Extent>,
     /// Pages that the copy has.
@@ -205,7 +205,7 @@ impl std::fmt::Debug for Segments {
 }
 
 /// Freezes a file's segments until it is dropped.
-pub struct Frozen<'segments>(&'segments Segments);
+pub(crate) struct Frozen<'segments>(&'segments Segments);
 
 impl<'segments> Frozen<'segments> {
     pub fn begin(segments: &'segments Segments) -> Self {

@@ -722,6 +722,11 @@ impl PageCache {
         self.0.pool.chunk_bytes
     }
 
+    /// Returns the maximum of [`PageCache::charged_bytes`].
+    pub fn limit_bytes(&self) -> u64 {
+        self.0.limit_bytes
+    }
+
     /// Returns the total bytes of all folios of the cache's files. The cache's limit bounds this number.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes.load(Relaxed)

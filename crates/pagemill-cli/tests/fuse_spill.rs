@@ -1,0 +1,163 @@
+//! `pagemill mount --fuse --spill`: more data than memory, their space on the disk, and ends of the process.
+
+mod common;
+
+use common::fuse::{Fuse, is_mounted, may_use_fuse};
+use common::ram::{MIB, pattern, wait_until};
+use common::{PAGEMILL, TIMEOUT, TestFolder, finish};
+use rustix::fs::Advice;
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// An empty folder for spill files.
+struct Disk {
+    _parent: TestFolder,
+    folder: PathBuf,
+}
+
+impl Disk {
+    /// `None` if the folder of tests is in memory.
+    fn new() -> Option<Self> {
+        let parent = TestFolder::new();
+        let folder = parent.path("disk");
+        fs::create_dir(&folder).unwrap();
+        if rustix::fs::statfs(&folder).unwrap().f_type as i64 == 0x0102_1994 {
+            println!("skipped: the folder of tests is on a tmpfs");
+            return None;
+        }
+        Some(Self { _parent: parent, folder: fs::canonicalize(folder).unwrap() })
+    }
+
+    fn mount(&self, more: &[&str]) -> Option<Fuse> {
+        let options = ["--size", "8M", "--spill", self.folder.to_str().unwrap()];
+        Fuse::new(&[&options[..], more].concat())
+    }
+
+    /// Number of files in the folder. The spill file has no name, so there must be none.
+    fn entries(&self) -> usize {
+        fs::read_dir(&self.folder).unwrap().count()
+    }
+}
+
+/// Reads a file, after the kernel's copies of its pages were dropped.
+fn read(path: &Path) -> Vec<u8> {
+    let file = File::open(path).unwrap();
+    rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
+    fs::read(path).unwrap()
+}
+
+fn status(fuse: &Fuse) -> Value {
+    serde_json::from_str(&fuse.command(&["status", "--json", fuse.point.to_str().unwrap()]).out).unwrap()
+}
+
+/// Returns a path to the spill file, which has no name, through the descriptors of the process that has it open.
+fn spill_file(fuse: &Fuse, disk: &Disk) -> PathBuf {
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", fuse.server.id())).unwrap();
+    let is_in_folder = |path: &PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(&disk.folder));
+    descriptors.map(|entry| entry.unwrap().path()).find(is_in_folder).expect("there is a spill file")
+}
+
+/// Five files, together five times the memory, must keep their bytes, also after changes within them. The folder must
+/// show no file. Removing the files must free the space on the disk.
+#[test]
+fn data_beyond_the_memory_move_to_disk_and_return() {
+    let Some(disk) = Disk::new() else { return };
+    let Some(fuse) = disk.mount(&["--spill-size", "64M"]) else { return };
+    let path = |at: usize| fuse.at(&format!("file{at}"));
+    (0..5).for_each(|at| fs::write(path(at), pattern(at, 8 * MIB)).unwrap());
+    let space = rustix::fs::statvfs(&fuse.point).unwrap();
+    assert_eq!(space.f_blocks * space.f_frsize, 72 * MIB as u64);
+    assert!((space.f_blocks - space.f_bfree) * space.f_frsize >= 40 * MIB as u64);
+    let used = status(&fuse);
+    assert!(used["spilled_bytes"].as_u64().unwrap() >= 32 * MIB as u64, "{used}");
+    assert!(used["memory_bytes"].as_u64().unwrap() <= 8 * MIB as u64, "{used}");
+    assert_eq!((&used["spill_bytes"], &used["memory_limit_bytes"]), (&Value::from(64 << 20), &Value::from(8 << 20)));
+    for at in 0..5 {
+        let mut expected = pattern(at, 8 * MIB);
+        assert!(read(&path(at)) == expected, "file {at}");
+        let file = File::options().write(true).open(path(at)).unwrap();
+        file.write_all_at(b"changed", 3 * MIB as u64 + 5).unwrap();
+        file.set_len(7 * MIB as u64 + 100).unwrap();
+        expected[3 * MIB + 5..][..7].copy_from_slice(b"changed");
+        expected.truncate(7 * MIB + 100);
+        assert!(read(&path((at + 1) % 5)).len() > 7 * MIB);
+        assert!(read(&path(at)) == expected, "changed file {at}");
+    }
+    let text = fuse.command(&["status", fuse.point.to_str().unwrap()]).out;
+    assert!(text.contains("in memory") && text.contains("on disk"), "{text}");
+    let file = spill_file(&fuse, &disk);
+    assert!(fs::metadata(&file).unwrap().blocks() * 512 >= 24 * MIB as u64);
+    assert_eq!(disk.entries(), 0);
+    (0..5).for_each(|at| fs::remove_file(path(at)).unwrap());
+    wait_until("the space on the disk is free", || fs::metadata(&file).unwrap().blocks() * 512 <= MIB as u64);
+    assert_eq!(status(&fuse)["spilled_bytes"], 0);
+}
+
+/// Memory and the space for the spill file are used up. A write must fail with ENOSPC, and everything written before
+/// must be readable, and writable in place. When the process is killed, nothing may be left in the folder.
+#[test]
+fn a_full_disk_loses_nothing() {
+    let Some(disk) = Disk::new() else { return };
+    let Some(mut fuse) = disk.mount(&["--spill-size", "8M"]) else { return };
+    let path = fuse.at("full");
+    let file = File::create(&path).unwrap();
+    let mut written = 0;
+    let error = loop {
+        match file.write_at(&pattern(written, 64 << 10), written as u64) {
+            Ok(len) => written += len,
+            Err(error) => break error,
+        }
+        assert!(written <= 16 * MIB);
+    };
+    assert_eq!(error.kind(), ErrorKind::StorageFull, "after {written} bytes");
+    assert!(written > 14 * MIB, "{written} bytes");
+    for at in (0..written).step_by(64 << 10) {
+        file.write_all_at(&pattern(at + 1, (64 << 10).min(written - at)), at as u64).unwrap();
+    }
+    let bytes = read(&path);
+    assert_eq!(bytes.len(), written);
+    for (at, part) in (0..).step_by(64 << 10).zip(bytes.chunks(64 << 10)) {
+        assert!(part == pattern(at + 1, part.len()), "at {at}");
+    }
+    fuse.kill();
+    assert_eq!(disk.entries(), 0);
+}
+
+/// Folders and sizes that cannot be used. The error must name the folder and the reason, and nothing may be mounted.
+#[test]
+fn unsuitable_spill_folders_are_refused() {
+    if !may_use_fuse() {
+        return;
+    }
+    let (place, Some(disk)) = (TestFolder::new(), Disk::new()) else { return };
+    let point = place.path("fuse");
+    fs::create_dir(&point).unwrap();
+    let refusal = |options: &[&str]| {
+        let mut command = place.command(PAGEMILL);
+        command.arg("mount").arg(&point).args(options);
+        let end = finish(command, TIMEOUT);
+        assert_eq!(end.code(), 2, "{}", end.err);
+        assert!(!is_mounted(&point));
+        end.err
+    };
+    let folder = disk.folder.to_str().unwrap();
+    let err = refusal(&["--spill", folder]);
+    assert!(err.contains("--fuse"), "{err}");
+    let err = refusal(&["--fuse", "--spill-size", "1G"]);
+    assert!(err.contains("--spill"), "{err}");
+    let err = refusal(&["--fuse", "--spill", "/nowhere/at/all"]);
+    assert!(err.contains("--spill /nowhere/at/all: No such file"), "{err}");
+    if Path::new("/dev/shm").exists() {
+        let err = refusal(&["--fuse", "--spill", "/dev/shm"]);
+        assert!(err.contains("/dev/shm: is on a tmpfs, which is in memory itself"), "{err}");
+    }
+    let err = refusal(&["--fuse", "--spill", point.to_str().unwrap()]);
+    assert!(err.contains("lies in the mount point"), "{err}");
+    let err = refusal(&["--fuse", "--spill", folder, "--spill-size", "1000T"]);
+    assert!(err.contains("are free, not 1000 TiB"), "{err}");
+    let err = refusal(&["--fuse", "--spill", folder, "--size", "512K"]);
+    assert!(err.contains("less memory than four segments"), "{err}");
+}
