@@ -181,6 +181,8 @@ impl Inner {
             }
             Allocate::Zero | Allocate::ZeroKeepSize => {
                 data.zero_range(offset, len_bytes.min(size.saturating_sub(offset)))?;
+                // Zeroed data in the spill store are holes now.
+                data.reconcile(self.page_bytes());
                 self.fill_holes(data, offset, end)?;
             }
             Allocate::Extend | Allocate::KeepSize => self.fill_holes(data, offset, end)?,

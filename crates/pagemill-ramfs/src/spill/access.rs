@@ -47,7 +47,8 @@ impl Spill {
                     drop(locked);
                     may_restore = self.make_room(self.bytes_of(spilled.pages), seen);
                 }
-                Err(error) => return Err(error),
+                Err(error @ Error::Memory(pagemill_core::Error::Store { .. })) => return Err(error),
+                Err(_) => may_restore = false,
             }
         }
     }

@@ -32,7 +32,7 @@ pub(crate) use segments::Segments;
 
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
-use extents::Extents;
+use extents::{Extent, Extents};
 use order::{Entry, First, Order};
 use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
 use pagemill_store::{Store, errno};
@@ -217,7 +217,7 @@ impl Spill {
             segments.set(index, Segment { is_recent: false, ..old });
             return Ok(Turn::Stays);
         }
-        let pages = self.pages_in_memory(data, index);
+        let Some(pages) = self.pages_in_memory(data, index) else { return Ok(Turn::Stays) };
         if pages.is_empty() {
             debug_assert!(old.copy.is_none(), "a copy has the pages of memory");
             segments.remove(index);
@@ -228,7 +228,10 @@ impl Spill {
                 debug_assert!(old.pages == pages, "a copy has the pages of memory");
                 copy
             }
-            None => self.write_copy(data, index, pages)?,
+            None => match self.write_copy(data, index, pages)? {
+                Some(copy) => copy,
+                None => return Ok(Turn::Stays),
+            },
         };
         let spilled = Segment { copy: Some(copy), pages, is_resident: false, ..old };
         let freed = segments.evict(index, spilled, &data.mapping);
@@ -237,35 +240,39 @@ impl Spill {
         Ok(Turn::Freed(freed))
     }
 
-    /// Returns the pages of a segment that the mapping has. The caller holds the segment's lock.
-    fn pages_in_memory(&self, data: &FileData, index: u64) -> PageSet {
+    /// Returns the pages of a segment that the mapping has; `None` if the mapping cannot be searched. The caller holds the
+    /// segment's lock.
+    fn pages_in_memory(&self, data: &FileData, index: u64) -> Option<PageSet> {
         let Range { start, end } = self.range_of(index);
         let end = end.min(data.mapping.size_bytes());
         let (mut pages, mut at) = (PageSet::default(), start);
         while at < end {
-            let Ok(Some(found)) = data.mapping.seek_data(at) else { break };
-            if found >= end {
-                break;
-            }
-            let hole = data.mapping.seek_hole(found).unwrap_or(end).min(end);
+            let Some(found) = data.mapping.seek_data(at).ok()?.filter(|found| *found < end) else { break };
+            let hole = data.mapping.seek_hole(found).ok()?.min(end);
             let first = (found - start) / self.page_bytes;
             pages = pages.with(PageSet::of(first..(hole - start).div_ceil(self.page_bytes)));
             at = hole.max(found + 1);
         }
-        pages
+        Some(pages)
     }
 
-    /// Writes pages of a resident segment to the store. The caller holds the segment's lock.
-    fn write_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<extents::Extent> {
+    /// Writes pages of a resident segment to the store. `None`: the mapping does not return all bytes, because a folio is
+    /// in use. The caller holds the segment's lock.
+    fn write_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<Option<Extent>> {
         let copy = self.extents.allocate(pages.count())?;
         let written = self.extents.with_buffer(|buffer| {
-            let read = data.mapping.read_at(buffer, self.range_of(index).start);
-            let len = read.map_err(|error| io::Error::other(error.to_string()))?;
-            buffer[len..].fill(0);
-            self.extents.write(copy, pages, buffer)
+            let Range { start, end } = self.range_of(index);
+            let wanted = end.min(data.mapping.size_bytes()).saturating_sub(start) as usize;
+            if !data.mapping.read_at(&mut buffer[..wanted], start).is_ok_and(|len| len == wanted) {
+                return Ok(false);
+            }
+            buffer[wanted..].fill(0);
+            self.extents.write(copy, pages, buffer).map(|()| true)
         });
-        written.inspect_err(|_| self.extents.free(copy, pages))?;
-        Ok(copy)
+        if !matches!(written, Ok(true)) {
+            self.extents.free(copy, pages);
+        }
+        Ok(written?.then_some(copy))
     }
 
     /// Brings a spilled segment back into memory. The caller holds the segment's lock.
@@ -333,4 +340,33 @@ impl std::fmt::Debug for Spill {
 /// Returns a function that adds to an error of the store what failed.
 fn store_failed(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
     move |cause| Error::Memory(pagemill_core::Error::Store { doing, cause })
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use crate::RamFs;
+    use pagemill_store::MemoryStore;
+    use pagemill_testbed::Testbed;
+    use std::sync::Arc;
+
+    /// A folio in the middle of a segment is held for longer than a read of it waits. The eviction then gets a part of
+    /// the bytes, and must leave the segment where it is.
+    #[test]
+    fn a_segment_with_a_folio_in_use_stays() {
+        let (testbed, store) = (Testbed::for_test(), Arc::new(MemoryStore::new(Vec::new(), 512)));
+        let builder = RamFs::builder("held").bytes(1 << 20).spill(store, 1 << 20);
+        let fs = builder.build_in(testbed.slabs, testbed.caches).unwrap();
+        let bytes: Vec<u8> = (0..200_000u32).map(|at| (at / 251) as u8).collect();
+        fs.write("/file", &bytes).unwrap();
+        let inner = &*fs.inner;
+        let inode = fs.inode_at("/file".as_ref(), crate::fs::walk::Last::Follow, |inner, inode| inner.inode(inode));
+        let data = inner.data_of(&inode.unwrap()).unwrap();
+        let spill = inner.spill.as_ref().unwrap();
+        let held = data.mapping.hold(100_000).unwrap();
+        assert!(!spill.make_room(1, spill.releases()));
+        drop(held);
+        assert!(fs.read("/file").unwrap() == bytes && spill.spilled_bytes() == 0);
+        assert!(spill.make_room(1, spill.releases()) && spill.spilled_bytes() == 49 * 4096);
+        assert!(fs.read("/file").unwrap() == bytes);
+    }
 }
