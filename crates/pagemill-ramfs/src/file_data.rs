@@ -25,6 +25,11 @@ impl FileData {
         self.segments.as_ref().filter(|segments| !segments.is_pinned())
     }
 
+    /// Returns whether a segment of this file with index `at` is the one with this number and index.
+    pub fn is_segment(&self, file: u64, index: u64, at: u64) -> bool {
+        index == at && self.segments.as_ref().is_some_and(|segments| segments.file == file)
+    }
+
     /// Reads bytes of the file. Returns how many bytes are before the end.
     pub fn read(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         match &self.segments {
@@ -90,15 +95,21 @@ impl FileData {
 
     /// Returns the bytes of the file's data, in memory and in the spill store. In a file with a store all bytes count.
     ///
-    /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages.
+    /// Cost: a scan of the index of the file's pages, some microseconds for 100,000 pages, and 600 us for each GiB in the
+    /// spill store.
     pub fn allocated_bytes(&self, page_bytes: u64) -> u64 {
         let end = self.mapping.size_bytes().next_multiple_of(page_bytes);
         if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
     }
 
-    /// Returns whether the file has memory that only this file system knows the contents of.
+    /// Returns whether the file has bytes that only this file system knows.
     pub fn is_purgeable(&self) -> bool {
-        !self.has_store && self.mapping.size_bytes() > 0 && matches!(self.mapping.seek_data(0), Ok(Some(_)))
+        !self.has_store && self.mapping.size_bytes() > 0
+    }
+
+    /// Returns whether the file has bytes in memory.
+    pub fn is_resident(&self) -> bool {
+        matches!(self.mapping.seek_data(0), Ok(Some(_)))
     }
 
     /// Removes all bytes. Returns whether that worked.

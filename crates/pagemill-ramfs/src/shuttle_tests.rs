@@ -1,5 +1,6 @@
 //! Path walks, renames and shrinks at the same time, in random schedules.
 
+use crate::fs::volatile::Purge;
 use crate::{Builder, Error, OpenOptions, RamFs, Rename};
 use pagemill_core::sync::modelled::reset_clock;
 use pagemill_core::units::PageSize;
@@ -136,14 +137,14 @@ fn unmarks_meet_purges() {
         fs.write("/file", b"bytes").unwrap();
         fs.mark_volatile("/file").unwrap();
         let purging = fs.clone();
-        let purger = shuttle::thread::spawn(move || purging.inner.purge_one());
+        let purger = shuttle::thread::spawn(move || purging.inner.purge_one(Purge::Memory));
         let reading = fs.clone();
         let reader = shuttle::thread::spawn(move || reading.read("/file").unwrap());
         let was_purged = fs.unmark_volatile("/file").unwrap();
         let has_freed = purger.join().unwrap();
         reader.join().unwrap();
         assert_eq!(was_purged, has_freed);
-        assert!(!fs.inner.purge_one(), "nothing is volatile any more");
+        assert!(!fs.inner.purge_one(Purge::Memory), "nothing is volatile any more");
         assert_eq!(fs.read("/file").unwrap().is_empty(), was_purged);
     });
 }

@@ -377,3 +377,103 @@ fn unsuitable_parameters_are_refused() {
     }
     build(MIB, 4096).unwrap();
 }
+
+/// A file that stays in memory leaves room for less than a segment. A write of more than that must fail, and must not
+/// evict its own segment again and again.
+#[test]
+fn writes_end_with_little_room() {
+    let fs = new();
+    fs.write("/pinned", &vec![1; MIB as usize - 40 * 1024]).unwrap();
+    let pinned = open(&fs, "/pinned");
+    assert!(pinned.mapping().is_some());
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let file = open(&fs, &format!("/other{thread}"));
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    assert!(matches!(write_all(&file, &vec![2; 100_000], 0), Err(Error::NoSpace { .. })));
+                }
+            });
+        }
+    });
+    assert!(pinned.mapping().is_some());
+}
+
+/// Threads write, read and remove files, while other threads evict parts of them. No write may fail, because there is
+/// room for all files, and afterwards the whole store must be free again.
+#[test]
+fn removals_beside_evictions_free_everything() {
+    let fs = new_with(memory_store(), 8 * MIB, |builder| builder.bytes(4 * MIB));
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let fs = fs.clone();
+            scope.spawn(move || {
+                let (path, bytes) = (format!("/file{thread}"), vec![thread + 1; 2 * MIB as usize]);
+                for round in 0..60 {
+                    fs.write(&path, &bytes).unwrap_or_else(|error| panic!("round {round}: {error}"));
+                    (0..2).for_each(|_| assert!(fs.read(&path).unwrap() == bytes));
+                    fs.remove_file(&path).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!((fs.usage().bytes, fs.usage().spilled_bytes), (0, 0));
+    fs.write("/all", &vec![7; 12 * MIB as usize - SEGMENT as usize]).unwrap();
+}
+
+/// Spilled data are zeroed twice, under a quota of twice their size, and without memory for them. They must stay
+/// allocated, and be charged once.
+#[test]
+fn zeroed_data_stay_where_they_are() {
+    let fs = new();
+    fs.create_dir("/team").unwrap();
+    fs.set_quota("/team", Quota { bytes: 2 * MIB, inodes: 10 }).unwrap();
+    fs.write("/team/one", &vec![1; MIB as usize]).unwrap();
+    let one = open(&fs, "/team/one");
+    for _ in 0..2 {
+        fs.write("/other", &vec![2; 2 * MIB as usize]).unwrap();
+        one.allocate(Allocate::Zero, 100, MIB - 5000).unwrap();
+        assert_eq!(fs.quota_usage("/team").unwrap().bytes, MIB);
+        assert_eq!(one.metadata().unwrap().allocated_bytes, MIB);
+    }
+    let bytes = fs.read("/team/one").unwrap();
+    let (start, end) = (100, MIB as usize - 4900);
+    assert!(bytes[..start].iter().chain(&bytes[end..]).all(|byte| *byte == 1));
+    assert!(bytes[start..end].iter().all(|byte| *byte == 0));
+}
+
+/// A volatile file moved to the store, because it was open when memory was full. It must be purged when the store is
+/// full, too.
+#[test]
+fn volatile_data_in_a_full_store_are_purged() {
+    let fs = new_with(memory_store(), 2 * MIB, |builder| builder);
+    fs.write("/cache", &vec![1; 2 * MIB as usize]).unwrap();
+    fs.mark_volatile("/cache").unwrap();
+    let file = open(&fs, "/cache");
+    fs.write("/one", &vec![2; MIB as usize]).unwrap();
+    assert_eq!(file.size_bytes(), 2 * MIB);
+    drop(file);
+    fs.write("/two", &vec![3; MIB as usize]).unwrap();
+    assert!(fs.unmark_volatile("/cache").unwrap());
+    assert_eq!(fs.read("/one").unwrap(), vec![2; MIB as usize]);
+}
+
+/// A file that does not fit into memory gets no mapping. The attempts must not make writes of another thread fail.
+#[test]
+fn refused_mappings_disturb_no_writes() {
+    let fs = new();
+    fs.write("/large", &vec![2; 4 * MIB as usize]).unwrap();
+    let is_done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let large = open(&fs, "/large");
+        let is_done = &is_done;
+        scope.spawn(move || {
+            while !is_done.load(std::sync::atomic::Ordering::Relaxed) {
+                assert!(large.mapping().is_none());
+            }
+        });
+        let written: Result<(), Error> = (0..200).try_for_each(|_| fs.write("/small", &vec![3; 100_000]));
+        is_done.store(true, std::sync::atomic::Ordering::Relaxed);
+        written.unwrap();
+    });
+}

@@ -11,9 +11,8 @@ use crate::name::{HASH_BITS, NameHasher};
 use crate::negative::Negatives;
 use crate::quota::{Domain, Domains, Quota};
 use crate::spill::Spill;
-use crate::spill::policy::SmallFirst;
 use crate::watch::Watches;
-use pagemill_cache::{Auto, Caches, PageCache, Policy, Source};
+use pagemill_cache::{Caches, Never, PageCache, Policy, Source};
 use pagemill_core::sync::{Guarded, Lock};
 use pagemill_core::units::PageSize;
 use pagemill_slab::{Handle, Settings, Slabs};
@@ -111,8 +110,9 @@ impl Builder {
     /// If the store fails to write, its data stay in memory, and writes that need more fail with
     /// [`crate::Error::NoSpace`]. If it fails to read, reads fail with its error.
     ///
-    /// Folios are small at first: the policy is asked only about collapses of ranges that are completely in memory. The
-    /// file of [`crate::File::mapping`] and of a view stays in memory.
+    /// All folios are small, whatever the policy. The file of [`crate::File::mapping`] and of a view stays in memory. The
+    /// limit counts bytes of data. The store's length can be larger, with unused ranges: each piece has a range of its
+    /// full length, so a regular file is meant, which needs no blocks for them.
     ///
     /// ```
     /// use pagemill::ramfs::RamFs;
@@ -243,17 +243,14 @@ fn build_cache(
     store: Option<(Arc<dyn Store>, u64)>,
     caches: &'static Caches,
 ) -> Result<(PageCache, Option<Arc<Spill>>)> {
-    let Some((store, limit_bytes)) = store else {
-        let cache = match policy {
-            Some(policy) => cache.policy(policy),
-            None => cache,
-        };
-        return Ok((cache.build_in(caches)?, None));
+    let cache = match (&store, policy) {
+        (Some(_), _) => cache.policy(Never),
+        (None, Some(policy)) => cache.policy(policy),
+        (None, None) => cache,
     };
-    let policy = SmallFirst(policy.unwrap_or_else(|| Box::new(Auto)));
-    let cache = cache.policy(policy).build_in(caches)?;
-    let spill = Spill::new(store, limit_bytes, cache.page().bytes() as u64, cache.limit_bytes())?;
-    Ok((cache, Some(Arc::new(spill))))
+    let cache = cache.build_in(caches)?;
+    let spill = store.map(|(store, limit_bytes)| Spill::new(store, limit_bytes, cache.clone()).map(Arc::new));
+    Ok((cache, spill.transpose()?))
 }
 
 fn root_inode(mode: u32, now_ns: i64) -> Inode {

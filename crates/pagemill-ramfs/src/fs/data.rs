@@ -1,5 +1,6 @@
 //! Data of regular files: mappings of the page cache, made when a file gets its first byte.
 
+use super::volatile::Purge;
 use super::{Inner, STALE};
 use crate::active::Active;
 use crate::error::{Error, Result};
@@ -69,7 +70,13 @@ impl Inner {
         let offset = offset.unwrap_or_else(|| self.size_of(active));
         self.note_modified(active.inode, keeps_set_id)?;
         let data = self.data_for_write(active)?;
-        let written = self.write_bytes(data, from, offset, || self.purge_one())?;
+        let written = loop {
+            match self.write_bytes(data, from, offset, || self.purge_one(Purge::Memory)) {
+                // Frees space in the spill store, so that other data can move there.
+                Err(Error::NoSpace { .. }) if self.purge_one(Purge::Anywhere) => {}
+                written => break written?,
+            }
+        };
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(written)
     }
@@ -86,7 +93,7 @@ impl Inner {
         }
         loop {
             let seen = self.spill.as_ref().map(|spill| spill.releases());
-            let make_room = |spill: &Arc<Spill>| spill.make_room(from.len() as u64, seen.unwrap_or_default());
+            let make_room = |spill: &Arc<Spill>| spill.make_room(from.len() as u64, None, seen.unwrap_or_default());
             match write(from, offset) {
                 Err(Error::NoSpace { .. }) if purge() || self.spill.as_ref().is_some_and(make_room) => {}
                 written => return written,
@@ -144,8 +151,9 @@ impl Inner {
         }
         if size_bytes != 0 || active.data.get().is_some() {
             let data = self.data_for_write(active)?;
-            data.truncate(size_bytes)?;
+            let done = data.truncate(size_bytes);
             data.reconcile(self.page_bytes());
+            done?;
         }
         self.note_modified(active.inode, keeps_set_id)?;
         self.watches.notify(EventKind::Modified, active.ino, b"");
@@ -176,13 +184,12 @@ impl Inner {
         let data = self.data_for_write(active)?;
         match how {
             Allocate::Punch => {
-                data.punch_hole(offset, len_bytes)?;
+                let done = data.punch_hole(offset, len_bytes);
                 data.reconcile(self.page_bytes());
+                done?;
             }
             Allocate::Zero | Allocate::ZeroKeepSize => {
                 data.zero_range(offset, len_bytes.min(size.saturating_sub(offset)))?;
-                // Zeroed data in the spill store are holes now.
-                data.reconcile(self.page_bytes());
                 self.fill_holes(data, offset, end)?;
             }
             Allocate::Extend | Allocate::KeepSize => self.fill_holes(data, offset, end)?,
@@ -242,10 +249,11 @@ impl Inner {
     pub(super) fn free_data(&self, inode: &Inode) {
         let Some(data) = self.data_of(inode) else { return };
         let _ = self.files.remove(Handle::from_bits(inode.data));
-        if !data.has_store {
-            let _ = data.mapping.truncate(0);
+        match &data.segments {
+            Some(segments) => segments.spill.free(&data, segments),
+            None if !data.has_store => _ = data.mapping.truncate(0),
+            None => {}
         }
-        data.segments.iter().for_each(|segments| segments.spill.free(segments));
         if let Some(domain) = &data.domain {
             domain.discharge_bytes(data.charged.swap(0, Relaxed));
         }

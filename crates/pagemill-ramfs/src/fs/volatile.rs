@@ -3,14 +3,19 @@
 use super::walk::Last;
 use super::{Inner, RamFs};
 use crate::error::{Error, Result};
+use crate::file_data::FileData;
 use crate::inode::{Ino, Inode, InodeHandle};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Flags of a regular file, in [`Inode::parent`], which only directories need otherwise.
 pub(super) const LINKABLE: u64 = 1;
 pub(super) const VOLATILE: u64 = 2;
 const PURGED: u64 = 4;
+
+/// Maximum number of files that a short search for a volatile file examines. The next search continues behind them.
+const MAX_SHORT_SEARCH: usize = 256;
 
 impl RamFs {
     /// Marks a regular file as volatile: permits the file system to purge it while it is not open and no client holds its
@@ -83,18 +88,23 @@ impl Inner {
     }
 
     /// Purges the volatile file that was marked first and is not open. Returns false if there is none.
-    pub fn purge_one(&self) -> bool {
+    pub fn purge_one(&self, which: Purge) -> bool {
         let marked = self.volatile.with(|volatile| volatile.files.len());
-        (0..marked).any(|_| {
+        // With a spill store other data can move, so a long search is not worth its time.
+        let is_short = self.spill.is_some() && which == Purge::Memory;
+        let most = if is_short { marked.min(MAX_SHORT_SEARCH) } else { marked };
+        (0..most).any(|_| {
             let next = self.volatile.with(VolatileFiles::rotate);
-            next.is_some_and(|(ino, handle)| self.active.if_unused(ino, || self.purge(handle)) == Some(true))
+            next.is_some_and(|(ino, handle)| self.active.if_unused(ino, || self.purge(handle, which)) == Some(true))
         })
     }
 
-    /// Purges a file that is not in use, unless its mark has ended. Returns whether memory became free.
-    fn purge(&self, handle: InodeHandle) -> bool {
+    /// Purges a file that is not in use, unless its mark has ended. Returns whether memory became free, or space in the
+    /// spill store.
+    fn purge(&self, handle: InodeHandle, which: Purge) -> bool {
         let Ok(inode) = self.inode(handle) else { return false };
-        let Some(data) = self.data_of(&inode).filter(|data| data.is_purgeable()) else { return false };
+        let is_wanted = |data: &Arc<FileData>| data.is_purgeable() && (which == Purge::Anywhere || data.is_resident());
+        let Some(data) = self.data_of(&inode).filter(is_wanted) else { return false };
         // The purge is recorded before it happens, so that no caller takes an emptied file for a kept one.
         let mut is_marked = false;
         let recorded = self.update_inode(handle, |old| {
@@ -110,6 +120,15 @@ impl Inner {
             self.volatile.with(|volatile| volatile.remove(inode.ino));
         }
     }
+}
+
+/// Which volatile files a purge may choose.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purge {
+    /// Those with bytes in memory.
+    Memory,
+    /// Also those whose bytes are all in the spill store.
+    Anywhere,
 }
 
 /// The marked files in the order in which they are purged.

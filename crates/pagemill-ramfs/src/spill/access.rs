@@ -1,10 +1,10 @@
 //! Reads and writes of files whose segments may be spilled.
 
 use super::segments::{PageSet, Segment, Segments};
-use super::{Spill, store_failed};
+use super::{MAX_WAIT_NS, Spill, store_failed};
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
-use pagemill_core::sync::Relaxed;
+use pagemill_core::sync::{Relaxed, coarse_ns};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -26,9 +26,9 @@ impl Spill {
     }
 
     fn read_in_segment(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
-        let (index, mut may_restore) = (self.index_of(offset), true);
+        let (index, mut may_restore, begun_ns) = (self.index_of(offset), true, coarse_ns());
         loop {
-            let (seen, locked) = (self.releases(), self.lock(segments, index));
+            let (mut seen, locked) = (self.releases(), self.lock(segments, index));
             let spilled = match segments.get(index) {
                 Some(segment) if !segment.is_resident => segment,
                 found => {
@@ -41,11 +41,11 @@ impl Spill {
             if !may_restore || segments.is_frozen() {
                 return self.read_copy(data, index, &spilled, to, offset);
             }
-            match self.restore(data, index, &spilled) {
+            match self.restore(data, index, &spilled, &mut seen) {
                 Ok(()) => return Ok(data.mapping.read_at(to, offset)?),
                 Err(Error::NoSpace { .. }) => {
                     drop(locked);
-                    may_restore = self.make_room(self.bytes_of(spilled.pages), seen);
+                    may_restore = !is_late(begun_ns) && self.make_room(self.bytes_of(spilled.pages), None, seen);
                 }
                 Err(error @ Error::Memory(pagemill_core::Error::Store { .. })) => return Err(error),
                 Err(_) => may_restore = false,
@@ -62,7 +62,7 @@ impl Spill {
             let (start, end) = (inside as usize, inside as usize + len);
             buffer[start..end].fill(0);
             let touched = self.pages_touched(inside..end as u64);
-            let wanted = segment.pages.without(segment.pages.without(touched));
+            let wanted = segment.pages.both(touched);
             self.extents.read(copy, wanted, buffer).map_err(store_failed("a read of the spill store"))?;
             to[..len].copy_from_slice(&buffer[start..end]);
             Ok(len)
@@ -116,19 +116,24 @@ impl Spill {
         write: &impl Fn(&[u8], u64) -> Result<usize>,
         purge: &impl Fn() -> bool,
     ) -> Result<usize> {
-        let index = self.index_of(offset);
+        let (index, begun_ns) = (self.index_of(offset), coarse_ns());
         loop {
-            let (seen, locked) = (self.releases(), self.lock(segments, index));
-            let spilled = segments.get(index).filter(|segment| !segment.is_resident);
-            let restored = spilled.map_or(Ok(()), |spilled| self.restore(data, index, &spilled));
+            let (mut seen, locked) = (self.releases(), self.lock(segments, index));
+            let before = segments.get(index);
+            let spilled = before.filter(|segment| !segment.is_resident);
+            let restored = spilled.map_or(Ok(()), |spilled| self.restore(data, index, &spilled, &mut seen));
             let written = restored.and_then(|()| {
                 self.begin_change(data, segments, index);
                 write(from, offset)
             });
+            if written.is_err() && before.is_none() {
+                segments.remove(index);
+            }
             drop(locked);
             let Err(error @ Error::NoSpace { .. }) = written else { return written };
             let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
-            if !purge() && !self.make_room(wanted, seen) {
+            let own = Some((segments.file, index));
+            if is_late(begun_ns) || !purge() && !self.make_room(wanted, own, seen) {
                 return self.write_copy_of(data, segments, index, from, offset).unwrap_or(Err(error));
             }
         }
@@ -147,8 +152,8 @@ impl Spill {
         self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
     }
 
-    /// Writes into the copy of a spilled segment, if the copy has all pages and the file does not grow. `None`: it does
-    /// not.
+    /// Writes bytes into the copy of a spilled segment, as far as it has the pages and the file need not grow. `None`: the
+    /// first byte is not there.
     fn write_copy_of(
         &self,
         data: &FileData,
@@ -160,13 +165,12 @@ impl Spill {
         let _locked = self.lock(segments, index);
         let segment = segments.get(index).filter(|segment| !segment.is_resident)?;
         let start = offset - self.range_of(index).start;
-        let range = start..start + from.len() as u64;
-        let is_inside = offset + from.len() as u64 <= data.mapping.size_bytes();
-        if !is_inside || !segment.pages.contains(self.pages_touched(range.clone())) {
-            return None;
-        }
-        let changed = self.change_copy(&segment, range, |bytes| bytes.copy_from_slice(from));
-        Some(changed.map(|()| from.len()))
+        let pages_end = segment.pages.next_outside(start / self.page_bytes) * self.page_bytes;
+        let in_file = data.mapping.size_bytes().saturating_sub(offset);
+        let len = in_file.min(pages_end.saturating_sub(start)).min(from.len() as u64);
+        let write =
+            || self.change_copy(&segment, start..start + len, |bytes| bytes.copy_from_slice(&from[..len as usize]));
+        (len > 0).then(|| write().map(|()| len as usize))
     }
 
     /// Changes bytes of a spilled segment in the store. The copy has all pages of the range. The caller holds the
@@ -197,19 +201,24 @@ impl Spill {
         if segments.is_pinned() {
             return Ok(());
         }
+        let (used, limit) = (data.allocated_bytes(self.page_bytes), self.cache.limit_bytes());
+        if used > limit {
+            return Err(Error::NoSpace { what: "bytes", used, limit });
+        }
         segments.set_pinned(true);
         let indices = segments.indices(0..u64::MAX);
         let restored = indices.iter().try_for_each(|index| {
+            let begun_ns = coarse_ns();
             loop {
-                let (seen, locked) = (self.releases(), self.lock(segments, *index));
+                let (mut seen, locked) = (self.releases(), self.lock(segments, *index));
                 let Some(spilled) = segments.get(*index).filter(|segment| !segment.is_resident) else {
                     return Ok(());
                 };
-                match self.restore(data, *index, &spilled) {
+                match self.restore(data, *index, &spilled, &mut seen) {
                     Ok(()) => return Ok(()),
                     Err(error @ Error::NoSpace { .. }) => {
                         drop(locked);
-                        if !self.make_room(self.bytes_of(spilled.pages), seen) {
+                        if is_late(begun_ns) || !self.make_room(self.bytes_of(spilled.pages), None, seen) {
                             return Err(error);
                         }
                     }
@@ -229,9 +238,16 @@ impl Spill {
         segments.remove(index);
         if !segment.is_resident {
             self.spilled_pages.fetch_sub(segment.pages.count(), Relaxed);
+        } else if segment.copy.is_some() {
+            self.unchanged_copies.fetch_sub(1, Relaxed);
         }
         if let Some(copy) = segment.copy {
             self.extents.free(copy, segment.pages);
         }
     }
+}
+
+/// Returns whether a call that began at `begun_ns` has waited long enough for memory.
+fn is_late(begun_ns: u64) -> bool {
+    coarse_ns().saturating_sub(begun_ns) >= MAX_WAIT_NS
 }

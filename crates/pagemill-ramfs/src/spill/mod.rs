@@ -6,7 +6,6 @@
 //!     segments     the state of one file's segments
 //!     order        the order of eviction
 //!     extents      the space of the store
-//!     policy       folios of files
 //! ```
 //!
 //! A *segment* is a part of a file, 256 KiB or one larger page. Its pages are in the file's mapping (*resident*), or in
@@ -25,7 +24,6 @@ mod access;
 mod cut;
 mod extents;
 mod order;
-pub(crate) mod policy;
 mod segments;
 
 pub(crate) use segments::Segments;
@@ -34,6 +32,7 @@ use crate::error::{Error, Result};
 use crate::file_data::FileData;
 use extents::{Extent, Extents};
 use order::{Entry, First, Order};
+use pagemill_cache::PageCache;
 use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
 use pagemill_store::{Store, errno};
 use segments::{MAX_PAGES, PageSet, Segment};
@@ -47,6 +46,9 @@ const SEGMENT_BYTES: u64 = 256 << 10;
 
 /// Minimum number of segments that must fit into memory.
 const MIN_RESIDENT_SEGMENTS: u64 = 4;
+
+/// Time after which a call gives up that evicts again and again, and finds that other threads have used the memory.
+const MAX_WAIT_NS: u64 = 5_000_000_000;
 
 /// Number of locks of segments; a power of two.
 const LOCKS: u64 = 128;
@@ -63,8 +65,10 @@ pub(crate) struct Spill {
     releases: AtomicU64,
     /// Pages that are in the store only.
     spilled_pages: AtomicU64,
-    /// Maximum bytes of file data in memory.
-    resident_bytes: u64,
+    /// Number of copies of resident segments.
+    unchanged_copies: AtomicU64,
+    /// The cache of all files.
+    cache: PageCache,
     page_bytes: u64,
     segment_bytes: u64,
 }
@@ -80,15 +84,16 @@ enum Turn {
 }
 
 impl Spill {
-    /// Creates the spill store of a file system with this page and this limit of resident bytes.
+    /// Creates the spill store of a file system whose data lie in this cache.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] if the limit is too low, or a block of the store is larger than a page.
-    pub fn new(store: Arc<dyn Store>, limit_bytes: u64, page_bytes: u64, resident_bytes: u64) -> Result<Self> {
+    pub fn new(store: Arc<dyn Store>, limit_bytes: u64, cache: PageCache) -> Result<Self> {
+        let page_bytes = cache.page().bytes() as u64;
         let segment_bytes = SEGMENT_BYTES.max(page_bytes);
         debug_assert!(segment_bytes / page_bytes <= MAX_PAGES, "a set has a bit for each page");
-        if resident_bytes < MIN_RESIDENT_SEGMENTS * segment_bytes {
+        if cache.limit_bytes() < MIN_RESIDENT_SEGMENTS * segment_bytes {
             return Err(Error::Invalid { what: "less memory than four segments (1 MiB), with a spill store" });
         }
         if store.block_bytes() as u64 > page_bytes {
@@ -102,7 +107,8 @@ impl Spill {
             next_turn: AtomicU64::new(0),
             releases: AtomicU64::new(0),
             spilled_pages: AtomicU64::new(0),
-            resident_bytes,
+            unchanged_copies: AtomicU64::new(0),
+            cache,
             page_bytes,
             segment_bytes,
         })
@@ -163,10 +169,11 @@ impl Spill {
         self.releases.fetch_add(1, AcqRel);
     }
 
-    /// Evicts segments until `bytes` of memory are free. Returns whether memory became free, also by another thread, since
-    /// [`Spill::releases`] returned `seen`: before the caller tried to get memory. The caller holds no lock of a segment.
-    pub fn make_room(&self, bytes: u64, seen: u64) -> bool {
-        let (mut freed, mut has_dropped_copies) = (0, false);
+    /// Evicts segments until `bytes` of memory are free, without those of the caller's `own` one: a file's number and an
+    /// index. Returns whether memory became free, also by another thread, since [`Spill::releases`] returned `seen`: before
+    /// the caller tried to get memory. The caller holds no lock of a segment.
+    pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, seen: u64) -> bool {
+        let (mut freed, mut own_releases, mut has_dropped_copies) = (0, 0, false);
         // In a second round no segment gets a second chance, so the two rounds reach all.
         let (round, mut turns) = (self.order.len(), 0);
         while freed < bytes && turns < 2 * round {
@@ -180,7 +187,10 @@ impl Spill {
             };
             turns += 1;
             let Some(data) = taken.entry().file.upgrade() else { continue };
+            let is_own = own.is_some_and(|(file, index)| data.is_segment(file, index, taken.entry().index));
             match self.take_turn(&data, taken.entry(), turns <= round) {
+                // The caller needs its own segment again, so this is no gain.
+                Ok(Turn::Freed(_)) if is_own => own_releases += 1,
                 Ok(Turn::Freed(more)) => freed += more,
                 Ok(Turn::Gone) => {}
                 Ok(Turn::Stays) => taken.put_back(),
@@ -194,7 +204,7 @@ impl Spill {
                 }
             }
         }
-        self.releases() != seen
+        self.releases() != seen + own_releases
     }
 
     /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
@@ -217,22 +227,21 @@ impl Spill {
             segments.set(index, Segment { is_recent: false, ..old });
             return Ok(Turn::Stays);
         }
-        let Some(pages) = self.pages_in_memory(data, index) else { return Ok(Turn::Stays) };
-        if pages.is_empty() {
-            debug_assert!(old.copy.is_none(), "a copy has the pages of memory");
-            segments.remove(index);
-            return Ok(Turn::Gone);
-        }
-        let copy = match old.copy {
-            Some(copy) => {
-                debug_assert!(old.pages == pages, "a copy has the pages of memory");
-                copy
+        let (copy, pages) = match old.copy {
+            Some(copy) => (copy, old.pages),
+            None => {
+                let Some(pages) = self.pages_in_memory(data, index) else { return Ok(Turn::Stays) };
+                if pages.is_empty() {
+                    segments.remove(index);
+                    return Ok(Turn::Gone);
+                }
+                let Some(copy) = self.write_copy(data, index, pages)? else { return Ok(Turn::Stays) };
+                (copy, pages)
             }
-            None => match self.write_copy(data, index, pages)? {
-                Some(copy) => copy,
-                None => return Ok(Turn::Stays),
-            },
         };
+        if old.copy.is_some() {
+            self.unchanged_copies.fetch_sub(1, Relaxed);
+        }
         let spilled = Segment { copy: Some(copy), pages, is_resident: false, ..old };
         let freed = segments.evict(index, spilled, &data.mapping);
         self.spilled_pages.fetch_add(pages.count(), Relaxed);
@@ -275,16 +284,28 @@ impl Spill {
         Ok(written?.then_some(copy))
     }
 
-    /// Brings a spilled segment back into memory. The caller holds the segment's lock.
+    /// Brings a spilled segment back into memory. The caller holds the segment's lock. If that fails after a part got
+    /// memory, raises `seen` by the release of this part.
     ///
     /// # Errors
     ///
     /// [`Error::NoSpace`] without memory for all pages, errors of the store. The segment stays spilled.
-    fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment) -> Result<()> {
+    fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
         let copy = old.copy.expect("a spilled segment has a copy");
-        debug_assert!(!old.is_resident && !segments.is_frozen(), "only a spilled segment of a file that may grow");
-        let (start, turn) = (self.range_of(index).start, self.new_turn(data, index));
+        debug_assert!(!old.is_resident, "only a spilled segment is restored");
+        let full =
+            || Error::NoSpace { what: "bytes", used: self.cache.charged_bytes(), limit: self.cache.limit_bytes() };
+        // Saves the transfer if there is no room anyway.
+        if self.cache.charged_bytes() + self.bytes_of(old.pages) > self.cache.limit_bytes() {
+            return Err(full());
+        }
+        let Range { start, end } = self.range_of(index);
+        if matches!(data.mapping.seek_data(start), Ok(Some(left)) if left < end) {
+            // Left by an eviction that could not remove all pages. The copy may have changed since.
+            data.mapping.punch_hole(start, self.segment_bytes)?;
+        }
+        let turn = self.new_turn(data, index);
         let filled = self.extents.with_buffer(|buffer| {
             self.extents.read(copy, old.pages, buffer).map_err(store_failed("a read of the spill store"))?;
             old.pages.runs().try_for_each(|run| {
@@ -294,15 +315,19 @@ impl Spill {
                 let bytes = &buffer[from as usize..to as usize];
                 match data.mapping.write_at(bytes, start + from)? {
                     written if written == bytes.len() => Ok(()),
-                    _ => Err(Error::NoSpace { what: "bytes", used: self.resident_bytes, limit: self.resident_bytes }),
+                    _ => Err(full()),
                 }
             })
         });
         if let Err(error) = filled {
-            let _ = data.mapping.punch_hole(start, self.segment_bytes);
+            if data.mapping.punch_hole(start, self.segment_bytes).is_ok_and(|freed| freed > 0) {
+                self.count_release();
+                *seen += 1;
+            }
             return Err(error);
         }
         segments.set(index, Segment { is_resident: true, is_recent: true, turn, ..*old });
+        self.unchanged_copies.fetch_add(1, Relaxed);
         self.spilled_pages.fetch_sub(old.pages.count(), Relaxed);
         Ok(())
     }
@@ -310,6 +335,9 @@ impl Spill {
     /// Drops the copies of resident segments. Returns whether there were any. The caller holds no lock of a segment.
     fn drop_copies(&self) -> bool {
         let mut has_dropped = false;
+        if self.unchanged_copies.load(Relaxed) == 0 {
+            return false;
+        }
         for (file, index) in self.order.segments() {
             let Some(data) = file.upgrade() else { continue };
             let Some(segments) = &data.segments else { continue };
@@ -326,6 +354,7 @@ impl Spill {
         debug_assert!(segment.is_resident, "the copy of a spilled segment is its only one");
         let Some(copy) = segment.copy else { return false };
         segments.set(index, Segment { copy: None, pages: PageSet::default(), ..*segment });
+        self.unchanged_copies.fetch_sub(1, Relaxed);
         self.extents.free(copy, segment.pages);
         true
     }
@@ -344,29 +373,62 @@ fn store_failed(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
 
 #[cfg(all(test, not(shuttle)))]
 mod tests {
-    use crate::RamFs;
+    use super::SEGMENT_BYTES;
+    use crate::file_data::FileData;
+    use crate::fs::walk::Last;
+    use crate::{Allocate, OpenOptions, Quota, RamFs};
     use pagemill_store::MemoryStore;
     use pagemill_testbed::Testbed;
     use std::sync::Arc;
+
+    fn new() -> RamFs {
+        let (testbed, store) = (Testbed::for_test(), Arc::new(MemoryStore::new(Vec::new(), 512)));
+        let builder = RamFs::builder("inner").bytes(1 << 20).spill(store, 1 << 20);
+        builder.build_in(testbed.slabs, testbed.caches).unwrap()
+    }
+
+    fn data_of(fs: &RamFs, path: &str) -> Arc<FileData> {
+        let inode = fs.inode_at(path.as_ref(), Last::Follow, |inner, inode| inner.inode(inode));
+        fs.inner.data_of(&inode.unwrap()).unwrap()
+    }
 
     /// A folio in the middle of a segment is held for longer than a read of it waits. The eviction then gets a part of
     /// the bytes, and must leave the segment where it is.
     #[test]
     fn a_segment_with_a_folio_in_use_stays() {
-        let (testbed, store) = (Testbed::for_test(), Arc::new(MemoryStore::new(Vec::new(), 512)));
-        let builder = RamFs::builder("held").bytes(1 << 20).spill(store, 1 << 20);
-        let fs = builder.build_in(testbed.slabs, testbed.caches).unwrap();
+        let fs = new();
         let bytes: Vec<u8> = (0..200_000u32).map(|at| (at / 251) as u8).collect();
         fs.write("/file", &bytes).unwrap();
-        let inner = &*fs.inner;
-        let inode = fs.inode_at("/file".as_ref(), crate::fs::walk::Last::Follow, |inner, inode| inner.inode(inode));
-        let data = inner.data_of(&inode.unwrap()).unwrap();
-        let spill = inner.spill.as_ref().unwrap();
+        let (data, spill) = (data_of(&fs, "/file"), fs.inner.spill.as_ref().unwrap());
         let held = data.mapping.hold(100_000).unwrap();
-        assert!(!spill.make_room(1, spill.releases()));
+        assert!(!spill.make_room(1, None, spill.releases()));
         drop(held);
         assert!(fs.read("/file").unwrap() == bytes && spill.spilled_bytes() == 0);
-        assert!(spill.make_room(1, spill.releases()) && spill.spilled_bytes() == 49 * 4096);
+        assert!(spill.make_room(1, None, spill.releases()) && spill.spilled_bytes() == 49 * 4096);
         assert!(fs.read("/file").unwrap() == bytes);
+    }
+    /// A log grows at its end and is punched at its begin. Parts that are gone must leave no segments behind, neither
+    /// must a truncation, nor a write that a quota refuses.
+    #[test]
+    fn parts_without_data_have_no_segments() {
+        let fs = new();
+        fs.write("/log", b"begin").unwrap();
+        let log = fs.open("/log", &OpenOptions::new().read(true).write(true)).unwrap();
+        let data = data_of(&fs, "/log");
+        let count = || data.segments.as_ref().unwrap().indices(0..u64::MAX).len();
+        for index in 0..20 {
+            log.write_at(b"x", index * SEGMENT_BYTES).unwrap();
+            log.allocate(Allocate::Punch, 0, (index * SEGMENT_BYTES).max(1)).unwrap();
+            assert_eq!(count(), 1);
+        }
+        (0..20).for_each(|index| _ = log.write_at(b"x", index * SEGMENT_BYTES).unwrap());
+        log.set_size(3 * SEGMENT_BYTES + 1).unwrap();
+        assert_eq!(count(), 4);
+        fs.create_dir("/team").unwrap();
+        fs.set_quota("/team", Quota { bytes: 4096, inodes: 10 }).unwrap();
+        fs.write("/team/full", b"x").unwrap();
+        let full = fs.open("/team/full", &OpenOptions::new().write(true)).unwrap();
+        (1..9).for_each(|index| _ = full.write_at(b"x", index * SEGMENT_BYTES).unwrap_err());
+        assert_eq!(data_of(&fs, "/team/full").segments.as_ref().unwrap().indices(0..u64::MAX).len(), 1);
     }
 }

@@ -41,6 +41,10 @@ impl PageSet {
         Self(self.0 & !other.0)
     }
 
+    pub fn both(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     pub fn contains(self, other: Self) -> bool {
         other.0 & !self.0 == 0
     }
@@ -74,8 +78,8 @@ pub(crate) struct Segment {
     pub copy: Option<Extent>,
     /// Pages that the copy has.
     pub pages: PageSet,
-    /// Whether the file's mapping has the segment's pages. If it has them and there is a copy, both are equal. If not,
-    /// pages of the mapping in the segment's range have no meaning.
+    /// Whether the file's mapping has the segment's pages. If it has them and there is a copy, both have the same bytes. If
+    /// not, pages of the mapping in the segment's range have no meaning.
     pub is_resident: bool,
     /// Whether the segment was used since its last turn in the order of eviction.
     pub is_recent: bool,
