@@ -66,9 +66,9 @@ pub struct Mount {
     /// Number of threads that answer requests with --fuse [default: one for each CPU, at most 4]
     #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: Option<u16>,
-    /// With --fuse: when the size is used up, move files that were not used for long into this folder on a disk, instead
-    /// of reporting "no space left". They come back when they are used. The data lie in a file without a name, which
-    /// ends with this process.
+    /// With --fuse: when the memory of --size is used up, move parts of files that were not used recently to this folder
+    /// on a disk. Without it, writes then fail with "no space left". Parts come back when they are used. The data lie
+    /// in a file without a name, which the kernel frees when this process ends.
     #[arg(long, value_name = "DIR", requires = "fuse")]
     spill: Option<PathBuf>,
     /// Maximum space in the folder of --spill [default: what is free there at the start]

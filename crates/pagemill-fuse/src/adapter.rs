@@ -35,7 +35,9 @@ const OFFSET_OF_SELF: u64 = 1;
 const OFFSET_OF_PARENT: u64 = 2;
 const FIRST_COOKIE: u64 = 8;
 
-/// Extended attribute of the root that tells the usage of memory and of the spill store. It is not listed.
+/// Name of an extended attribute of the root directory. Its value has one line `NAME BYTES` for each of `memory`,
+/// `memory_limit`, `spilled` and `spill_limit`. All numbers are bytes; `spill_limit` is 0 without a spill store.
+/// `listxattr` does not return it.
 pub const USAGE_ATTRIBUTE: &str = "user.pagemill.usage";
 
 /// A user without the right to keep set-user-ID bits.
@@ -153,7 +155,7 @@ fn reply_xattr(reply: ReplyXattr, bytes: Result<Vec<u8>, Error>, size: u32) {
     }
 }
 
-/// Returns the value of [`USAGE_ATTRIBUTE`]: a line `NAME BYTES` for each quantity.
+/// Returns the value of [`USAGE_ATTRIBUTE`].
 fn usage_text(usage: &Usage) -> String {
     let Usage { bytes, byte_limit, spilled_bytes, spill_limit, .. } = usage;
     format!("memory {bytes}\nmemory_limit {byte_limit}\nspilled {spilled_bytes}\nspill_limit {spill_limit}\n")

@@ -311,33 +311,37 @@ impl File {
     }
 
     /// Returns the file as a file of the page cache, with pins, queues and hints; `None` while it is empty. Writes
-    /// through it count for no quota and set no time. With a spill store ([`crate::Builder::spill`]) this call brings
-    /// the whole file back into memory, where it then stays; `None` if it does not fit.
+    /// through it count for no quota and set no time.
+    ///
+    /// With a spill store ([`crate::Builder::spill`]) reads all spilled segments of the file from the store, and may evict
+    /// segments of other files. The file then stays in memory until it is removed. `None` also if the file does not fit
+    /// into memory or the store fails; [`File::view`] reports which.
     pub fn mapping(&self) -> Option<&Mapping> {
-        self.pinned_mapping().ok().flatten()
+        self.mapping_kept_in_memory().ok().flatten()
     }
 
-    /// Returns the mapping of the file's data, after the file was brought into memory for good.
-    fn pinned_mapping(&self) -> Result<Option<&Mapping>> {
+    /// Brings the file into memory, where it stays, and returns its mapping.
+    fn mapping_kept_in_memory(&self) -> Result<Option<&Mapping>> {
         let Some(data) = self.data() else { return Ok(None) };
         if let Some(segments) = &data.segments {
             let _writing = self.active.writing.lock();
-            segments.spill.pin(data, segments)?;
+            segments.spill.keep_in_memory(data, segments)?;
         }
         Ok(Some(&data.mapping))
     }
 
     /// Makes a range accessible as memory. The file system needs shared memory ([`crate::Builder::source`]). A view
     /// does not keep a file without a name: after the last close the pages of a file without a store are freed, and an
-    /// access to the view raises `SIGBUS`.
+    /// access to the view raises `SIGBUS`. With a spill store the whole file is brought into memory, and stays there until
+    /// it is removed.
     ///
     /// # Errors
     ///
     /// [`Error::PastEnd`] for an empty file, [`Error::BadAccessMode`], [`Error::Memory`]. With a spill store
-    /// [`Error::NoSpace`] if the file does not fit into memory, where it then stays.
+    /// [`Error::NoSpace`] if the file does not fit into memory, and [`Error::Memory`] if the store fails to read.
     pub fn view(&self, range: Range<u64>) -> Result<View> {
         self.check_readable()?;
-        Ok(self.pinned_mapping()?.ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view(range)?)
+        Ok(self.mapping_kept_in_memory()?.ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view(range)?)
     }
 
     /// As [`File::view`], for memory that can be written.
@@ -348,7 +352,10 @@ impl File {
     pub fn view_mut(&self, range: Range<u64>) -> Result<ViewMut> {
         self.check_readable()?;
         self.check_writable()?;
-        Ok(self.pinned_mapping()?.ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?.view_mut(range)?)
+        Ok(self
+            .mapping_kept_in_memory()?
+            .ok_or(Error::PastEnd { offset: range.start, size_bytes: 0 })?
+            .view_mut(range)?)
     }
 
     /// Locks a range of bytes at once. A lock replaces earlier ones of the same owner in this range.

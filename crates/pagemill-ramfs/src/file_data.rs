@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// The data of a file.
 pub(crate) struct FileData {
     pub mapping: Mapping,
-    /// Quota to which the memory is charged.
+    /// Quota to which the file's allocated bytes are charged.
     pub domain: Option<Arc<Domain>>,
     /// Bytes charged to `domain`.
     pub charged: AtomicU64,
@@ -22,15 +22,16 @@ pub(crate) struct FileData {
 impl FileData {
     /// Returns the segments if they may move to the spill store. The caller has the lock `writing`, or is the only user.
     pub fn movable_segments(&self) -> Option<&Segments> {
-        self.segments.as_ref().filter(|segments| !segments.is_pinned())
+        self.segments.as_ref().filter(|segments| !segments.is_kept_in_memory())
     }
 
-    /// Returns whether a segment of this file with index `at` is the one with this number and index.
-    pub fn is_segment(&self, file: u64, index: u64, at: u64) -> bool {
-        index == at && self.segments.as_ref().is_some_and(|segments| segments.file == file)
+    /// Returns whether this is the file with this number ([`Segments::file_number`]).
+    pub fn has_number(&self, file_number: u64) -> bool {
+        self.segments.as_ref().is_some_and(|segments| segments.file_number == file_number)
     }
 
-    /// Reads bytes of the file. Returns how many bytes are before the end.
+    /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file, or
+    /// before bytes whose read failed.
     pub fn read(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         match &self.segments {
             Some(segments) => segments.spill.read(self, segments, to, offset),
@@ -38,7 +39,7 @@ impl FileData {
         }
     }
 
-    /// Sets the length of the file. No other thread changes the file meanwhile.
+    /// Sets the length of the file. The caller holds the lock `writing`, or is the only user.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         match self.movable_segments() {
             Some(segments) => segments.spill.truncate(self, segments, size_bytes),
@@ -102,13 +103,13 @@ impl FileData {
         if self.has_store { end } else { self.allocated_in(0, end, page_bytes) }
     }
 
-    /// Returns whether the file has bytes that only this file system knows.
+    /// Returns whether the file has bytes and no store of its own, so that a purge frees them.
     pub fn is_purgeable(&self) -> bool {
         !self.has_store && self.mapping.size_bytes() > 0
     }
 
     /// Returns whether the file has bytes in memory.
-    pub fn is_resident(&self) -> bool {
+    pub fn has_bytes_in_memory(&self) -> bool {
         matches!(self.mapping.seek_data(0), Ok(Some(_)))
     }
 
@@ -119,7 +120,7 @@ impl FileData {
         is_done
     }
 
-    /// Lowers the charge to the memory in use, after a change that freed memory. Never raises it.
+    /// Lowers the charge to the file's allocated bytes, in memory and in the spill store. Never raises it.
     pub fn reconcile(&self, page_bytes: u64) {
         if let Some(domain) = &self.domain {
             let allocated = self.allocated_bytes(page_bytes);

@@ -10,7 +10,7 @@
 //!       child_index          the names of one directory, ordered by hash
 //!       dentry, inode        the values in the slabs
 //!     negative               names that are known not to exist
-//!     spill/                 moves cold data to a store when memory is full
+//!     spill/                 moves data that was not used recently to a store when memory is full
 //!     quota, range_lock, watch
 //!       name, access, clock, error
 //! ```

@@ -111,7 +111,7 @@ impl Model {
 const FILES: usize = 4;
 const MOST_BYTES: u64 = 3 * MIB / 2;
 
-/// Does random operations on some files, twice the memory in total. Each result is compared with the model. An
+/// Does random operations on files that are together up to six times as large as memory. Each result is compared with the model. An
 /// operation that fails because the store does is repeated without faults.
 fn run_model(seed: u64, operations: usize, page: PageSize, faults: Option<&Faults>) {
     let (mut rng, page_bytes) = (Rng::with_seed(seed), page.bytes() as u64);
@@ -186,7 +186,7 @@ fn run_model(seed: u64, operations: usize, page: PageSize, faults: Option<&Fault
     assert_eq!((usage.bytes, usage.spilled_bytes), (0, 0));
 }
 
-/// Files of twice the memory are written, read, truncated, punched, zeroed, allocated and removed at random.
+/// Files of up to six times the memory are written, read, truncated, punched, zeroed, allocated and removed at random.
 #[test]
 fn random_operations_match_a_model() {
     (0..4).for_each(|seed| run_model(seed, 600, PageSize::new(4096).unwrap(), None));

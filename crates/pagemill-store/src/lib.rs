@@ -137,12 +137,13 @@ pub trait Store: Any + Send + Sync {
     /// Errors of the store.
     fn sync(&self) -> io::Result<()>;
 
-    /// Frees the space of a range whose bytes are not needed any more. They may read as anything afterwards. The range
-    /// consists of whole blocks. The length of the store does not change. The default does nothing.
+    /// Frees the space of a range. Later reads of it return unspecified bytes. The length does not change. `offset` and
+    /// `len_bytes` must be multiples of [`Store::block_bytes`], and `len_bytes` more than 0. Best effort: the default does
+    /// nothing and returns `Ok`.
     ///
     /// # Errors
     ///
-    /// Errors of the store, such as `EOPNOTSUPP`. The range then keeps its space.
+    /// Errors of the store, such as `EOPNOTSUPP`, and a refusal by a read-only store. The range may then keep its space.
     fn discard(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
         let _ = (offset, len_bytes);
         Ok(())

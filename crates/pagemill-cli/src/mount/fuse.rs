@@ -107,17 +107,18 @@ fn canonical(dir: &Path) -> io::Result<PathBuf> {
     })
 }
 
-/// What a file system uses of its memory and of its spill file, in bytes.
+/// Bytes of a mount in memory and in its spill file, with their limits.
 #[derive(Clone, Copy, Default)]
-struct Usage {
-    memory: u64,
-    memory_limit: u64,
-    spilled: u64,
-    spill_limit: u64,
+struct MemoryUsage {
+    memory_bytes: u64,
+    memory_limit_bytes: u64,
+    spilled_bytes: u64,
+    spill_limit_bytes: u64,
 }
 
-impl Usage {
-    /// Returns the usage that the process behind a mount point reports; `None` for a process of an earlier version.
+impl MemoryUsage {
+    /// Returns the usage that the process behind a mount point reports. `None` if the attribute is missing (a process of
+    /// an earlier version) or cannot be read.
     fn at(point: &Path) -> Option<Self> {
         let mut buffer = [0; 512];
         let len = rustix::fs::getxattr(point, pagemill_fuse::USAGE_ATTRIBUTE, &mut buffer).ok()?;
@@ -126,10 +127,10 @@ impl Usage {
             let (name, bytes) = line.split_once(' ')?;
             let bytes = bytes.parse().ok()?;
             match name {
-                "memory" => usage.memory = bytes,
-                "memory_limit" => usage.memory_limit = bytes,
-                "spilled" => usage.spilled = bytes,
-                "spill_limit" => usage.spill_limit = bytes,
+                "memory" => usage.memory_bytes = bytes,
+                "memory_limit" => usage.memory_limit_bytes = bytes,
+                "spilled" => usage.spilled_bytes = bytes,
+                "spill_limit" => usage.spill_limit_bytes = bytes,
                 _ => {}
             }
         }
@@ -138,13 +139,13 @@ impl Usage {
 }
 
 /// Returns the usage of a file system, which the kernel never has in a cache. `None`: there is no answer in time.
-fn stat(point: &Path) -> Option<io::Result<(StatVfs, Option<Usage>)>> {
+fn stat(point: &Path) -> Option<io::Result<(StatVfs, Option<MemoryUsage>)>> {
     let (send, answer) = mpsc::channel();
     let point = point.to_owned();
     // A thread, since the process that serves the file system may be stopped.
     let ask = move || {
         let stat = rustix::fs::statvfs(&point).map_err(io::Error::from);
-        let _ = send.send(stat.map(|stat| (stat, Usage::at(&point)))); // without a receiver after a timeout
+        let _ = send.send(stat.map(|stat| (stat, MemoryUsage::at(&point)))); // without a receiver after a timeout
     };
     std::thread::Builder::new().name("usage".into()).spawn(ask).ok()?;
     answer.recv_timeout(ANSWER_TIME).ok()
@@ -272,14 +273,15 @@ impl Mount {
         let line = if self.json {
             let point = point.to_string_lossy();
             json!({
-                "mounted": point, "size_bytes": size_bytes, "controller_pid": pid, "taken_over": false,
-                "fuse": true, "threads": threads, "spill_bytes": spill.map(|spill| spill.limit_bytes)
+                "mounted": point, "size_bytes": size_bytes + spill.map_or(0, |spill| spill.limit_bytes), "controller_pid": pid, "taken_over": false,
+                "fuse": true, "threads": threads, "memory_limit_bytes": size_bytes,
+                "spill_limit_bytes": spill.map_or(0, |spill| spill.limit_bytes)
             })
             .to_string()
         } else {
             let end = self.end_hint(*device);
             let more = spill.map_or_else(String::new, |spill| {
-                format!(" and {} in {}", Bytes(spill.limit_bytes), spill.folder.display())
+                format!(" in memory and {} on disk in {}", Bytes(spill.limit_bytes), spill.folder.display())
             });
             let point = point.display();
             format!("{point} mounted through FUSE: up to {size}{more}, process {pid}, {threads} threads; {end}")
@@ -366,9 +368,10 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
     if is_json {
         let state = json!({
             "mount_point": point.to_string_lossy(), "fuse": true, "size_bytes": size_bytes, "used_bytes": used_bytes,
-            "inodes": inodes, "max_inodes": stat.f_files, "memory_bytes": usage.map(|usage| usage.memory),
-            "memory_limit_bytes": usage.map(|usage| usage.memory_limit),
-            "spilled_bytes": usage.map(|usage| usage.spilled), "spill_bytes": usage.map(|usage| usage.spill_limit)
+            "inodes": inodes, "max_inodes": stat.f_files, "memory_bytes": usage.map(|usage| usage.memory_bytes),
+            "memory_limit_bytes": usage.map(|usage| usage.memory_limit_bytes),
+            "spilled_bytes": usage.map(|usage| usage.spilled_bytes),
+            "spill_limit_bytes": usage.map(|usage| usage.spill_limit_bytes)
         });
         return Ok(format!("{state}\n"));
     }
@@ -376,8 +379,8 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
     let most = stat.f_files;
     let mut text =
         format!("{point}  through FUSE\n  size {size:>24}\n  used {used:>24}  in {inodes} of {most} inodes\n");
-    if let Some(Usage { memory, spilled, .. }) = usage.filter(|usage| usage.spill_limit > 0) {
-        let [memory, spilled] = [memory, spilled].map(|bytes| Bytes(bytes).to_string());
+    if let Some(usage) = usage.filter(|usage| usage.spill_limit_bytes > 0) {
+        let [memory, spilled] = [usage.memory_bytes, usage.spilled_bytes].map(|bytes| Bytes(bytes).to_string());
         text += &format!("  in memory {memory:>19}\n  on disk {spilled:>21}\n");
     }
     Ok(text)

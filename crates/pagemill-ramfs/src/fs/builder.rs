@@ -92,27 +92,35 @@ impl Builder {
         self.with_cache(|cache| cache.page(page))
     }
 
-    /// Sets whether file data get huge folios. The default is true with the crate's feature `huge`.
+    /// Sets whether file data get huge folios. The default is true with the crate's feature `huge`. Has no effect with
+    /// [`Builder::spill`].
     pub fn huge(self, use_huge: bool) -> Self {
         self.with_cache(|cache| cache.huge(use_huge))
     }
 
-    /// Sets the policy that chooses between huge and small folios.
+    /// Sets the policy that chooses between huge and small folios. Has no effect with [`Builder::spill`].
     pub fn policy(self, policy: impl Policy + 'static) -> Self {
         Self { policy: Some(Box::new(policy)), ..self }
     }
 
-    /// Sets a store to which data move when the file system is full, least recently used first, in pieces of 256 KiB or
-    /// one larger page. They come back when they are read or written, and are read directly from the store if no memory
-    /// can be had. So the file system has room for up to `limit_bytes` more. Volatile files are purged first. The store
-    /// has no valid bytes for any later file system, and is never synced.
+    /// Sets a store to which segments of files move when the file system is full. A segment is 256 KiB, or one larger page.
+    /// Segments are evicted in FIFO order with a second chance. They come back when they are read or written, and are used
+    /// directly in the store if memory is used up. So the file system has room for up to `limit_bytes` more. A write first
+    /// purges volatile files that have bytes in memory; it examines at most 256 marked files. Reads,
+    /// [`crate::File::allocate`] and views purge nothing.
     ///
     /// If the store fails to write, its data stay in memory, and writes that need more fail with
-    /// [`crate::Error::NoSpace`]. If it fails to read, reads fail with its error.
+    /// [`crate::Error::NoSpace`]. If it fails to read a segment, reads and writes of that segment fail with the store's
+    /// error. So do truncations and holes that end inside it. The file system never syncs the store. The store's contents
+    /// are useless after the file system has ended.
     ///
-    /// All folios are small, whatever the policy. The file of [`crate::File::mapping`] and of a view stays in memory. The
-    /// limit counts bytes of data. The store's length can be larger, with unused ranges: each piece has a range of its
-    /// full length, so a regular file is meant, which needs no blocks for them.
+    /// All folios are small; [`Builder::policy`] and [`Builder::huge`] have no effect. A file with a mapping
+    /// ([`crate::File::mapping`]) or a view stays in memory. `limit_bytes` counts whole pages of data, not the store's
+    /// length: each segment occupies a range of 256 KiB (or one larger page), however few pages it has. So use a regular
+    /// file on a file system with sparse files, not a device of `limit_bytes`.
+    ///
+    /// Cost: a first read of 4 KiB transfers the whole segment, and may first write another one. The calling thread does the
+    /// transfers. A call that finds no memory because other threads use it up tries for up to 5 seconds for each segment.
     ///
     /// ```
     /// use pagemill::ramfs::RamFs;
@@ -175,8 +183,8 @@ impl Builder {
     /// # Errors
     ///
     /// Those of creating a page cache and six slab caches: [`crate::Error::Memory`], [`crate::Error::NoSpace`].
-    /// [`crate::Error::Invalid`] for a spill store with blocks larger than a page, or with less than four pieces of
-    /// memory (1 MiB).
+    /// [`crate::Error::Invalid`] with a spill store if its blocks are larger than a page, or if [`Builder::bytes`] is below
+    /// 1 MiB or four pages.
     pub fn build(self) -> Result<RamFs> {
         self.build_in(Slabs::of_process()?, Caches::of_process()?)
     }

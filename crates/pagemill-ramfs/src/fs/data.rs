@@ -82,7 +82,8 @@ impl Inner {
     }
 
     /// Writes bytes at `offset`. If the file system is full, calls `purge`, which returns whether memory became free,
-    /// then moves data to the spill store. Returns how many bytes found memory. The caller has the lock `writing`.
+    /// then moves data to the spill store. Returns the number of bytes written, which may be fewer than
+    /// `from` has. The caller has the lock `writing`.
     fn write_bytes(&self, data: &Arc<FileData>, from: &[u8], offset: u64, purge: impl Fn() -> bool) -> Result<usize> {
         let write = |from: &[u8], offset| match &data.domain {
             None => Ok(data.mapping.write_at(from, offset)?),
@@ -135,7 +136,7 @@ impl Inner {
         Ok(written?)
     }
 
-    /// Reads bytes of a file. Returns how many bytes are before the end.
+    /// Reads bytes at `offset` into `to`. Returns the number of bytes read, as [`FileData::read`].
     pub fn read(&self, active: &Active, to: &mut [u8], offset: u64) -> Result<usize> {
         let Some(data) = active.data.get() else { return Ok(0) };
         let read = data.read(to, offset)?;

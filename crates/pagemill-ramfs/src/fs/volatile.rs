@@ -87,7 +87,8 @@ impl Inner {
         Ok(was_purged)
     }
 
-    /// Purges the volatile file that was marked first and is not open. Returns false if there is none.
+    /// Purges, of the volatile files that `which` permits and that are not open, the one marked first. Returns false if it
+    /// found none. With a spill store and [`Purge::Memory`] it examines at most [`MAX_SHORT_SEARCH`] files.
     pub fn purge_one(&self, which: Purge) -> bool {
         let marked = self.volatile.with(|volatile| volatile.files.len());
         // With a spill store other data can move, so a long search is not worth its time.
@@ -103,7 +104,8 @@ impl Inner {
     /// spill store.
     fn purge(&self, handle: InodeHandle, which: Purge) -> bool {
         let Ok(inode) = self.inode(handle) else { return false };
-        let is_wanted = |data: &Arc<FileData>| data.is_purgeable() && (which == Purge::Anywhere || data.is_resident());
+        let is_wanted =
+            |data: &Arc<FileData>| data.is_purgeable() && (which == Purge::Anywhere || data.has_bytes_in_memory());
         let Some(data) = self.data_of(&inode).filter(is_wanted) else { return false };
         // The purge is recorded before it happens, so that no caller takes an emptied file for a kept one.
         let mut is_marked = false;

@@ -9,7 +9,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 impl Spill {
-    /// Reads bytes of a file. Returns how many bytes are before the end.
+    /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file, or
+    /// before a segment whose read failed.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store and of the mapping, if nothing was read.
     pub fn read(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
         let mut done = 0;
         while done < to.len() {
@@ -74,9 +79,9 @@ impl Spill {
         PageSet::of(range.start / self.page_bytes..range.end.div_ceil(self.page_bytes))
     }
 
-    /// Writes bytes into a file at `offset` by calls of `write`, which writes into the mapping. Without memory, calls
-    /// `purge`, which returns whether memory became free, then evicts. Returns how many bytes found memory. The caller
-    /// has the lock `writing`.
+    /// Writes bytes at `offset` through `write`, which writes into the mapping. If memory is used up, calls `purge`, which
+    /// returns whether memory became free, and otherwise evicts segments. Without memory, overwrites pages in the store.
+    /// Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
     ///
     /// # Errors
     ///
@@ -132,9 +137,9 @@ impl Spill {
             drop(locked);
             let Err(error @ Error::NoSpace { .. }) = written else { return written };
             let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
-            let own = Some((segments.file, index));
+            let own = Some((segments.file_number, index));
             if is_late(begun_ns) || !purge() && !self.make_room(wanted, own, seen) {
-                return self.write_copy_of(data, segments, index, from, offset).unwrap_or(Err(error));
+                return self.overwrite_in_store(data, segments, index, from, offset).unwrap_or(Err(error));
             }
         }
     }
@@ -142,8 +147,8 @@ impl Spill {
     /// Prepares a change of a resident segment, or of one without data. The caller holds the segment's lock.
     fn begin_change(&self, data: &Arc<FileData>, segments: &Segments, index: u64) {
         let Some(old) = segments.get(index) else {
-            let (turn, pages) = (self.new_turn(data, index), PageSet::default());
-            segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, turn });
+            let (entry_number, pages) = (self.push_entry(data, index), PageSet::default());
+            segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, entry_number });
             return;
         };
         if !old.is_recent {
@@ -152,9 +157,9 @@ impl Spill {
         self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
     }
 
-    /// Writes bytes into the copy of a spilled segment, as far as it has the pages and the file need not grow. `None`: the
-    /// first byte is not there.
-    fn write_copy_of(
+    /// Overwrites bytes of a spilled segment in the store. Stops at the first page that the copy lacks, and at the end of
+    /// the file. Returns `None` if that is before the first byte, or if the segment is resident.
+    fn overwrite_in_store(
         &self,
         data: &FileData,
         segments: &Segments,
@@ -191,21 +196,21 @@ impl Spill {
         })
     }
 
-    /// Brings all segments of a file back into memory, and ends their spilling for the rest of the file's life. The
-    /// caller has the lock `writing`.
+    /// Brings all segments of a file into memory and removes them from the spill store. The file is not evicted any more
+    /// until it is removed. The caller holds the lock `writing`.
     ///
     /// # Errors
     ///
     /// [`Error::NoSpace`], errors of the store. The file's segments then move as before.
-    pub fn pin(&self, data: &Arc<FileData>, segments: &Segments) -> Result<()> {
-        if segments.is_pinned() {
+    pub fn keep_in_memory(&self, data: &Arc<FileData>, segments: &Segments) -> Result<()> {
+        if segments.is_kept_in_memory() {
             return Ok(());
         }
         let (used, limit) = (data.allocated_bytes(self.page_bytes), self.cache.limit_bytes());
         if used > limit {
             return Err(Error::NoSpace { what: "bytes", used, limit });
         }
-        segments.set_pinned(true);
+        segments.set_kept_in_memory(true);
         let indices = segments.indices(0..u64::MAX);
         let restored = indices.iter().try_for_each(|index| {
             let begun_ns = coarse_ns();
@@ -226,12 +231,12 @@ impl Spill {
                 }
             }
         });
-        restored.inspect_err(|_| segments.set_pinned(false))?;
+        restored.inspect_err(|_| segments.set_kept_in_memory(false))?;
         indices.iter().for_each(|index| self.forget(segments, *index));
         Ok(())
     }
 
-    /// Ends a segment. Its copy is freed; the mapping stays as it is.
+    /// Removes a segment and frees its copy. The mapping does not change.
     pub(super) fn forget(&self, segments: &Segments, index: u64) {
         let _locked = self.lock(segments, index);
         let Some(segment) = segments.get(index) else { return };

@@ -2,9 +2,10 @@
 //! back when they are used.
 //!
 //! ```text
-//!   Spill        moves segments; reads, writes and cuts files whose segments may be in the store   (here, access, cut)
+//!   Spill        moves segments; reads, writes, truncates and punches files whose segments may be spilled
+//!                  (here, access, clear)
 //!     segments     the state of one file's segments
-//!     order        the order of eviction
+//!     order        the eviction order
 //!     extents      the space of the store
 //! ```
 //!
@@ -16,12 +17,12 @@
 //! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the order, then
 //! the list of a file's segments, under which the mapping is searched and punched; space and buffers of the store.
 //!
-//! **Truncation** freezes the file's segments: nothing may be written into the mapping behind the new end, or the file
-//! would grow again. Reads then take spilled bytes from the store directly. So do reads, and writes of pages that the
-//! copy has, if no memory can be had.
+//! **Truncation** freezes the file's segments: none is evicted or restored, because a restore beyond the new end would
+//! make the file longer again. Reads of spilled segments then read the store directly. If memory is used up, reads do the
+//! same, and writes change the pages of the copy in the store.
 
 mod access;
-mod cut;
+mod clear;
 mod extents;
 mod order;
 mod segments;
@@ -31,7 +32,7 @@ pub(crate) use segments::Segments;
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
 use extents::{Extent, Extents};
-use order::{Entry, First, Order};
+use order::{EvictionOrder, First, OrderEntry};
 use pagemill_cache::PageCache;
 use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
 use pagemill_store::{Store, errno};
@@ -47,21 +48,22 @@ const SEGMENT_BYTES: u64 = 256 << 10;
 /// Minimum number of segments that must fit into memory.
 const MIN_RESIDENT_SEGMENTS: u64 = 4;
 
-/// Time after which a call gives up that evicts again and again, and finds that other threads have used the memory.
+/// Maximum time for which a call repeats evictions for one segment, while other threads use up the memory that becomes
+/// free.
 const MAX_WAIT_NS: u64 = 5_000_000_000;
 
 /// Number of locks of segments; a power of two.
-const LOCKS: u64 = 128;
+const LOCK_COUNT: u64 = 128;
 
 /// Moves segments of files to a store and back.
 pub(crate) struct Spill {
     extents: Extents,
     /// Locks of segments, chosen by file and index.
     locks: Box<[Padded<Lock>]>,
-    order: Order,
+    order: EvictionOrder,
     next_file: AtomicU64,
-    next_turn: AtomicU64,
-    /// Number of times that memory became free.
+    next_entry_number: AtomicU64,
+    /// Number of evictions, truncations and holes that freed memory of files with segments.
     releases: AtomicU64,
     /// Pages that are in the store only.
     spilled_pages: AtomicU64,
@@ -73,8 +75,8 @@ pub(crate) struct Spill {
     segment_bytes: u64,
 }
 
-/// What a turn of a segment in the order of eviction did.
-enum Turn {
+/// The result of one turn of a segment.
+enum Outcome {
     /// The segment was evicted; this many bytes of memory became free.
     Freed(u64),
     /// The segment stays in memory.
@@ -94,17 +96,17 @@ impl Spill {
         let segment_bytes = SEGMENT_BYTES.max(page_bytes);
         debug_assert!(segment_bytes / page_bytes <= MAX_PAGES, "a set has a bit for each page");
         if cache.limit_bytes() < MIN_RESIDENT_SEGMENTS * segment_bytes {
-            return Err(Error::Invalid { what: "less memory than four segments (1 MiB), with a spill store" });
+            return Err(Error::Invalid { what: "a memory limit below 1 MiB, or below four pages, with a spill store" });
         }
         if store.block_bytes() as u64 > page_bytes {
             return Err(Error::Invalid { what: "a spill store with blocks larger than a page" });
         }
         Ok(Self {
             extents: Extents::new(store, limit_bytes, page_bytes, segment_bytes),
-            locks: (0..LOCKS).map(|_| Padded(Lock::new())).collect(),
-            order: Order::default(),
+            locks: (0..LOCK_COUNT).map(|_| Padded(Lock::new())).collect(),
+            order: EvictionOrder::default(),
             next_file: AtomicU64::new(0),
-            next_turn: AtomicU64::new(0),
+            next_entry_number: AtomicU64::new(0),
             releases: AtomicU64::new(0),
             spilled_pages: AtomicU64::new(0),
             unchanged_copies: AtomicU64::new(0),
@@ -131,17 +133,18 @@ impl Spill {
 
     /// Locks a segment of a file.
     fn lock(&self, segments: &Segments, index: u64) -> LockGuard<'_> {
-        // Segments of one file get different locks as long as possible.
-        let at = segments.file.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32).wrapping_add(index) % LOCKS;
+        // Up to 128 consecutive segments of a file get different locks.
+        let at =
+            segments.file_number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32).wrapping_add(index) % LOCK_COUNT;
         self.locks[at as usize].0.lock()
     }
 
-    /// Adds a segment that is about to get memory to the order of eviction, and returns its turn. The caller holds the
-    /// segment's lock.
-    fn new_turn(&self, data: &Arc<FileData>, index: u64) -> u64 {
-        let turn = self.next_turn.fetch_add(1, Relaxed);
-        self.order.push(Entry { file: Arc::downgrade(data), index, turn });
-        turn
+    /// Appends an entry for a segment that is about to get memory to the eviction order. Returns the entry's number. The
+    /// caller holds the segment's lock.
+    fn push_entry(&self, data: &Arc<FileData>, index: u64) -> u64 {
+        let number = self.next_entry_number.fetch_add(1, Relaxed);
+        self.order.push(OrderEntry { file: Arc::downgrade(data), index, number });
+        number
     }
 
     fn bytes_of(&self, pages: PageSet) -> u64 {
@@ -159,19 +162,21 @@ impl Spill {
         start..start.saturating_add(self.segment_bytes)
     }
 
-    /// Returns the number of times that memory became free.
+    /// Returns the field `releases`.
     pub fn releases(&self) -> u64 {
         self.releases.load(Acquire)
     }
 
-    /// Counts an evicted segment, or a file that released memory. Called before the lock of the segment is released.
+    /// Counts freed memory. Called before other threads can see that the segment is gone: under the segment's lock, or
+    /// while the file is frozen.
     fn count_release(&self) {
         self.releases.fetch_add(1, AcqRel);
     }
 
-    /// Evicts segments until `bytes` of memory are free, without those of the caller's `own` one: a file's number and an
-    /// index. Returns whether memory became free, also by another thread, since [`Spill::releases`] returned `seen`: before
-    /// the caller tried to get memory. The caller holds no lock of a segment.
+    /// Evicts segments until this call has freed `bytes` of memory, each entry had two turns, or the store failed. Returns
+    /// whether memory became free since the caller read `seen` ([`Spill::releases`]), also through other threads. The
+    /// caller reads `seen` before it tries to get memory. `own` is the file number and index of the segment that the caller
+    /// needs; an eviction of that segment does not count. The caller holds no segment lock.
     pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, seen: u64) -> bool {
         let (mut freed, mut own_releases, mut has_dropped_copies) = (0, 0, false);
         // In a second round no segment gets a second chance, so the two rounds reach all.
@@ -187,13 +192,13 @@ impl Spill {
             };
             turns += 1;
             let Some(data) = taken.entry().file.upgrade() else { continue };
-            let is_own = own.is_some_and(|(file, index)| data.is_segment(file, index, taken.entry().index));
+            let is_own = own.is_some_and(|(file, index)| data.has_number(file) && taken.entry().index == index);
             match self.take_turn(&data, taken.entry(), turns <= round) {
                 // The caller needs its own segment again, so this is no gain.
-                Ok(Turn::Freed(_)) if is_own => own_releases += 1,
-                Ok(Turn::Freed(more)) => freed += more,
-                Ok(Turn::Gone) => {}
-                Ok(Turn::Stays) => taken.put_back(),
+                Ok(Outcome::Freed(_)) if is_own => own_releases += 1,
+                Ok(Outcome::Freed(more)) => freed += more,
+                Ok(Outcome::Gone) => {}
+                Ok(Outcome::Stays) => taken.put_back(),
                 Err(error) => {
                     taken.put_back();
                     let is_full = errno::is(&error, errno::ENOSPC);
@@ -209,33 +214,33 @@ impl Spill {
 
     /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
     /// truncated.
-    fn take_turn(&self, data: &FileData, entry: &Entry, has_second_chance: bool) -> io::Result<Turn> {
-        let (Some(segments), index) = (&data.segments, entry.index) else { return Ok(Turn::Gone) };
+    fn take_turn(&self, data: &FileData, entry: &OrderEntry, has_second_chance: bool) -> io::Result<Outcome> {
+        let (Some(segments), index) = (&data.segments, entry.index) else { return Ok(Outcome::Gone) };
         let mut locked = self.lock(segments, index);
-        while segments.is_frozen() && segments.has_turn(index, entry.turn) {
+        while segments.is_frozen() && segments.has_entry(index, entry.number) {
             drop(locked);
             pause();
             locked = self.lock(segments, index);
         }
-        let Some(old) = segments.get(index).filter(|old| old.is_resident && old.turn == entry.turn) else {
-            return Ok(Turn::Gone);
+        let Some(old) = segments.get(index).filter(|old| old.is_resident && old.entry_number == entry.number) else {
+            return Ok(Outcome::Gone);
         };
-        if segments.is_pinned() {
-            return Ok(Turn::Stays);
+        if segments.is_kept_in_memory() {
+            return Ok(Outcome::Stays);
         }
         if old.is_recent && has_second_chance {
             segments.set(index, Segment { is_recent: false, ..old });
-            return Ok(Turn::Stays);
+            return Ok(Outcome::Stays);
         }
         let (copy, pages) = match old.copy {
             Some(copy) => (copy, old.pages),
             None => {
-                let Some(pages) = self.pages_in_memory(data, index) else { return Ok(Turn::Stays) };
+                let Some(pages) = self.pages_in_memory(data, index) else { return Ok(Outcome::Stays) };
                 if pages.is_empty() {
                     segments.remove(index);
-                    return Ok(Turn::Gone);
+                    return Ok(Outcome::Gone);
                 }
-                let Some(copy) = self.write_copy(data, index, pages)? else { return Ok(Turn::Stays) };
+                let Some(copy) = self.create_copy(data, index, pages)? else { return Ok(Outcome::Stays) };
                 (copy, pages)
             }
         };
@@ -246,7 +251,7 @@ impl Spill {
         let freed = segments.evict(index, spilled, &data.mapping);
         self.spilled_pages.fetch_add(pages.count(), Relaxed);
         self.count_release();
-        Ok(Turn::Freed(freed))
+        Ok(Outcome::Freed(freed))
     }
 
     /// Returns the pages of a segment that the mapping has; `None` if the mapping cannot be searched. The caller holds the
@@ -265,9 +270,13 @@ impl Spill {
         Some(pages)
     }
 
-    /// Writes pages of a resident segment to the store. `None`: the mapping does not return all bytes, because a folio is
-    /// in use. The caller holds the segment's lock.
-    fn write_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<Option<Extent>> {
+    /// Writes these pages of a resident segment to a new extent. Returns `None` if a folio in use prevents the read. The
+    /// caller holds the segment's lock.
+    ///
+    /// # Errors
+    ///
+    /// `ENOSPC` if the store is full, errors of the store.
+    fn create_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<Option<Extent>> {
         let copy = self.extents.allocate(pages.count())?;
         let written = self.extents.with_buffer(|buffer| {
             let Range { start, end } = self.range_of(index);
@@ -284,12 +293,13 @@ impl Spill {
         Ok(written?.then_some(copy))
     }
 
-    /// Brings a spilled segment back into memory. The caller holds the segment's lock. If that fails after a part got
-    /// memory, raises `seen` by the release of this part.
+    /// Brings a spilled segment back into memory. The caller holds the segment's lock. After an error it frees the pages
+    /// it had filled, which counts as a release, and adds 1 to `seen`, so that the caller does not take its own release
+    /// for another thread's.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSpace`] without memory for all pages, errors of the store. The segment stays spilled.
+    /// [`Error::NoSpace`] without memory for all pages, errors of the mapping and of the store. The segment stays spilled.
     fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
         let copy = old.copy.expect("a spilled segment has a copy");
@@ -305,7 +315,7 @@ impl Spill {
             // Left by an eviction that could not remove all pages. The copy may have changed since.
             data.mapping.punch_hole(start, self.segment_bytes)?;
         }
-        let turn = self.new_turn(data, index);
+        let entry_number = self.push_entry(data, index);
         let filled = self.extents.with_buffer(|buffer| {
             self.extents.read(copy, old.pages, buffer).map_err(store_failed("a read of the spill store"))?;
             old.pages.runs().try_for_each(|run| {
@@ -326,7 +336,7 @@ impl Spill {
             }
             return Err(error);
         }
-        segments.set(index, Segment { is_resident: true, is_recent: true, turn, ..*old });
+        segments.set(index, Segment { is_resident: true, is_recent: true, entry_number, ..*old });
         self.unchanged_copies.fetch_add(1, Relaxed);
         self.spilled_pages.fetch_sub(old.pages.count(), Relaxed);
         Ok(())
@@ -338,7 +348,7 @@ impl Spill {
         if self.unchanged_copies.load(Relaxed) == 0 {
             return false;
         }
-        for (file, index) in self.order.segments() {
+        for (file, index) in self.order.files_and_indices() {
             let Some(data) = file.upgrade() else { continue };
             let Some(segments) = &data.segments else { continue };
             let _locked = self.lock(segments, index);
@@ -349,7 +359,7 @@ impl Spill {
         has_dropped
     }
 
-    /// Drops the copy of a resident segment, which is about to change. The caller holds the segment's lock.
+    /// Frees the store copy of a resident segment. Returns whether there was one. The caller holds the segment's lock.
     fn drop_copy(&self, segments: &Segments, index: u64, segment: &Segment) -> bool {
         debug_assert!(segment.is_resident, "the copy of a spilled segment is its only one");
         let Some(copy) = segment.copy else { return false };

@@ -1,8 +1,8 @@
-//! [`Order`]: the order in which segments are evicted.
+//! [`EvictionOrder`]: the order in which segments are evicted.
 //!
 //! A queue with a second chance: a segment that was used since its last turn goes to the end. An entry names its file
-//! weakly, and its segment by index and turn, so files and segments that end leave entries without meaning behind. Those
-//! are removed when they become as many as the others.
+//! weakly, and its segment by index and by the entry's number. Entries of removed files and segments are *stale*. `push`
+//! removes stale entries when the queue has at least 1024 entries, and twice as many as after the last removal.
 //!
 //! A segment gets its entry before its pages get memory, while the segment's lock is held. The order counts the entries
 //! that were taken out and may be put back, so that a thread that finds none knows whether there will be one.
@@ -12,35 +12,35 @@ use pagemill_core::sync::Guarded;
 use std::collections::VecDeque;
 use std::sync::Weak;
 
-/// Number of entries from which on entries without meaning are removed.
+/// Minimum number of entries at which stale entries are removed.
 const MIN_LEN: usize = 1024;
 
 /// A segment's place in the order.
-pub(crate) struct Entry {
+pub(crate) struct OrderEntry {
     pub file: Weak<FileData>,
     pub index: u64,
-    pub turn: u64,
+    pub number: u64,
 }
 
-impl Entry {
-    fn has_meaning(&self) -> bool {
+impl OrderEntry {
+    fn is_current(&self) -> bool {
         // Another thread may drop the other references to the file meanwhile; then this thread frees the file.
         let Some(file) = self.file.upgrade() else { return false };
-        file.segments.as_ref().is_some_and(|segments| segments.has_turn(self.index, self.turn))
+        file.segments.as_ref().is_some_and(|segments| segments.has_entry(self.index, self.number))
     }
 }
 
 #[derive(Default)]
 struct Queue {
-    entries: VecDeque<Entry>,
-    /// Length at which entries without meaning are removed.
+    entries: VecDeque<OrderEntry>,
+    /// Number of entries at which stale ones are removed next.
     clean_at: usize,
     /// Number of entries that are taken out at the moment.
     taken: usize,
 }
 
 #[derive(Default)]
-pub(crate) struct Order(Guarded<Queue>);
+pub(crate) struct EvictionOrder(Guarded<Queue>);
 
 /// The first entry of the order.
 pub(crate) enum First<'order> {
@@ -50,12 +50,12 @@ pub(crate) enum First<'order> {
     Nothing,
 }
 
-impl Order {
+impl EvictionOrder {
     /// Adds an entry at the end.
-    pub fn push(&self, entry: Entry) {
+    pub fn push(&self, entry: OrderEntry) {
         self.0.with(|queue| {
             if queue.entries.len() >= queue.clean_at.max(MIN_LEN) {
-                queue.entries.retain(Entry::has_meaning);
+                queue.entries.retain(OrderEntry::is_current);
                 queue.clean_at = 2 * queue.entries.len();
             }
             queue.entries.push_back(entry);
@@ -79,20 +79,20 @@ impl Order {
         self.0.with(|queue| queue.entries.len() + queue.taken)
     }
 
-    /// Returns files and indices of all entries.
-    pub fn segments(&self) -> Vec<(Weak<FileData>, u64)> {
+    /// Returns the file and segment index of each entry, except those that are taken out.
+    pub fn files_and_indices(&self) -> Vec<(Weak<FileData>, u64)> {
         self.0.with(|queue| queue.entries.iter().map(|entry| (entry.file.clone(), entry.index)).collect())
     }
 }
 
 /// An entry that was taken out of the order, until it is put back or dropped.
 pub(crate) struct Taken<'order> {
-    order: &'order Order,
-    entry: Option<Entry>,
+    order: &'order EvictionOrder,
+    entry: Option<OrderEntry>,
 }
 
 impl Taken<'_> {
-    pub fn entry(&self) -> &Entry {
+    pub fn entry(&self) -> &OrderEntry {
         self.entry.as_ref().expect("the entry is there until it is put back")
     }
 

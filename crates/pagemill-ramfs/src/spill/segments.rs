@@ -81,29 +81,30 @@ pub(crate) struct Segment {
     /// Whether the file's mapping has the segment's pages. If it has them and there is a copy, both have the same bytes. If
     /// not, pages of the mapping in the segment's range have no meaning.
     pub is_resident: bool,
-    /// Whether the segment was used since its last turn in the order of eviction.
+    /// Whether the segment was used since its last turn in the eviction order.
     pub is_recent: bool,
-    /// Number of the segment's entry in the order of eviction.
-    pub turn: u64,
+    /// Number of the segment's entry in the eviction order.
+    pub entry_number: u64,
 }
 
 /// The segments of a file that have data. Parts of the file without a segment are holes.
 pub(crate) struct Segments {
     pub spill: Arc<Spill>,
-    /// Number of the file for the choice of locks.
-    pub file: u64,
+    /// Number of the file, unique in this [`Spill`]. Selects the locks of its segments.
+    pub file_number: u64,
     by_index: Guarded<BTreeMap<u64, Segment>>,
     /// Nothing moves to the store or back: the file is being truncated or has ended. Set before the lock of a segment is
     /// acquired, and read with this lock held.
     is_frozen: AtomicBool,
-    /// Nothing moves to the store: views and other direct users of the mapping need the pages. As `is_frozen`.
-    is_pinned: AtomicBool,
+    /// Nothing moves to the store: views and other direct users of the mapping need the pages. Set and read as
+    /// `is_frozen`.
+    is_kept_in_memory: AtomicBool,
 }
 
 impl Segments {
-    pub fn new(spill: Arc<Spill>, file: u64) -> Self {
-        let (is_frozen, is_pinned) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { spill, file, by_index: Guarded::default(), is_frozen, is_pinned }
+    pub fn new(spill: Arc<Spill>, file_number: u64) -> Self {
+        let (is_frozen, is_kept_in_memory) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { spill, file_number, by_index: Guarded::default(), is_frozen, is_kept_in_memory }
     }
 
     pub fn get(&self, index: u64) -> Option<Segment> {
@@ -145,9 +146,9 @@ impl Segments {
         self.by_index.with(|segments| segments.range(range).map(|(index, _)| *index).collect())
     }
 
-    /// Returns whether the segment with this index has this turn in the order of eviction.
-    pub fn has_turn(&self, index: u64, turn: u64) -> bool {
-        self.get(index).is_some_and(|segment| segment.is_resident && segment.turn == turn)
+    /// Returns whether the segment with this index is resident and has the entry with this number in the eviction order.
+    pub fn has_entry(&self, index: u64, number: u64) -> bool {
+        self.get(index).is_some_and(|segment| segment.is_resident && segment.entry_number == number)
     }
 
     pub fn is_frozen(&self) -> bool {
@@ -158,12 +159,12 @@ impl Segments {
         self.is_frozen.store(is_frozen, Release);
     }
 
-    pub fn is_pinned(&self) -> bool {
-        self.is_pinned.load(Acquire)
+    pub fn is_kept_in_memory(&self) -> bool {
+        self.is_kept_in_memory.load(Acquire)
     }
 
-    pub fn set_pinned(&self, is_pinned: bool) {
-        self.is_pinned.store(is_pinned, Release);
+    pub fn set_kept_in_memory(&self, is_kept_in_memory: bool) {
+        self.is_kept_in_memory.store(is_kept_in_memory, Release);
     }
 
     /// As [`Mapping::seek_data`], with the pages that are in the store only.
@@ -204,7 +205,7 @@ impl Segments {
 
 impl std::fmt::Debug for Segments {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Segments").field("file", &self.file).finish_non_exhaustive()
+        f.debug_struct("Segments").field("file_number", &self.file_number).finish_non_exhaustive()
     }
 }
 

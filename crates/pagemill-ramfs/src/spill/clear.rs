@@ -8,12 +8,12 @@ use pagemill_core::sync::Relaxed;
 use std::ops::Range;
 
 impl Spill {
-    /// Sets the length of a file. No other thread changes the file meanwhile.
+    /// Sets the length of a file. The caller holds the lock `writing`, or is the file's only user.
     ///
     /// # Errors
     ///
-    /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store, bytes behind the
-    /// new end may read zero.
+    /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store the
+    /// length is unchanged, but bytes beyond `size_bytes` may read zero.
     pub fn truncate(&self, data: &FileData, segments: &Segments, size_bytes: u64) -> Result<()> {
         if size_bytes >= data.mapping.size_bytes() {
             return Ok(data.mapping.truncate(size_bytes)?);
@@ -22,12 +22,12 @@ impl Spill {
         let indices = segments.indices(self.index_of(size_bytes)..u64::MAX);
         for index in &indices {
             let start = size_bytes.saturating_sub(self.range_of(*index).start);
-            self.cut(data, segments, *index, start..self.segment_bytes, Cut::Remove, || Ok(()))?;
+            self.clear_in_segment(data, segments, *index, start..self.segment_bytes, Clear::Punch, || Ok(()))?;
         }
         data.mapping.truncate(size_bytes)?;
         let is_behind = |index: &&u64| self.range_of(**index).start >= size_bytes;
         indices.iter().filter(is_behind).for_each(|index| self.forget(segments, *index));
-        // Before the segments may move again: an eviction that waits for this learns that it need not.
+        // Counted before the thaw, so that an eviction that waited in `take_turn` sees that memory became free.
         self.count_release();
         Ok(())
     }
@@ -38,7 +38,7 @@ impl Spill {
     ///
     /// Those of [`pagemill_cache::Mapping::punch_hole`], and of the store, after a part was freed.
     pub fn punch_hole(&self, data: &FileData, segments: &Segments, offset: u64, len_bytes: u64) -> Result<()> {
-        self.cut_each(data, segments, offset..offset.saturating_add(len_bytes), Cut::Remove, |range| {
+        self.clear_in_segments(data, segments, offset..offset.saturating_add(len_bytes), Clear::Punch, |range| {
             data.mapping.punch_hole(range.start, range.end - range.start)?;
             self.count_release();
             Ok(())
@@ -51,45 +51,46 @@ impl Spill {
     ///
     /// Those of [`pagemill_cache::Mapping::zero_range`], and of the store, after a part was zeroed.
     pub fn zero_range(&self, data: &FileData, segments: &Segments, offset: u64, len_bytes: u64) -> Result<()> {
-        self.cut_each(data, segments, offset..offset.saturating_add(len_bytes), Cut::Zero, |range| {
+        self.clear_in_segments(data, segments, offset..offset.saturating_add(len_bytes), Clear::Zero, |range| {
             Ok(data.mapping.zero_range(range.start, range.end - range.start)?)
         })
     }
 
-    /// Cuts a range of the file out of all segments that it touches.
-    fn cut_each(
+    /// Punches or zeroes a range of the file in all segments that it touches.
+    fn clear_in_segments(
         &self,
         data: &FileData,
         segments: &Segments,
         range: Range<u64>,
-        how: Cut,
-        cut_in_memory: impl Fn(Range<u64>) -> Result<()>,
+        how: Clear,
+        clear_in_memory: impl Fn(Range<u64>) -> Result<()>,
     ) -> Result<()> {
         for index in segments.indices(self.index_of(range.start)..range.end.div_ceil(self.segment_bytes)) {
             let whole = self.range_of(index);
             let part = range.start.max(whole.start)..range.end.min(whole.end);
             let inside = part.start - whole.start..part.end - whole.start;
-            self.cut(data, segments, index, inside, how, || cut_in_memory(part.clone()))?;
+            self.clear_in_segment(data, segments, index, inside, how, || clear_in_memory(part.clone()))?;
         }
         Ok(())
     }
 
-    /// Cuts a range out of a segment. If it is resident, drops its copy and calls `cut_in_memory`. If it is spilled,
-    /// discards or zeroes the pages that lie in the range, and zeroes the rest of the range in the copy.
-    fn cut(
+    /// Punches or zeroes a range of a segment. If the segment is resident, drops its copy and calls `clear_in_memory`. If
+    /// it is spilled, [`Clear::Punch`] discards the whole pages of the range and zeroes its partial pages in the copy;
+    /// [`Clear::Zero`] zeroes all of the range in the copy.
+    fn clear_in_segment(
         &self,
         data: &FileData,
         segments: &Segments,
         index: u64,
         range: Range<u64>,
-        how: Cut,
-        cut_in_memory: impl FnOnce() -> Result<()>,
+        how: Clear,
+        clear_in_memory: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let _locked = self.lock(segments, index);
         let Some(old) = segments.get(index) else { return Ok(()) };
         if old.is_resident {
             self.drop_copy(segments, index, &old);
-            cut_in_memory()?;
+            clear_in_memory()?;
             if self.pages_in_memory(data, index).is_some_and(PageSet::is_empty) {
                 segments.remove(index);
             }
@@ -97,8 +98,8 @@ impl Spill {
         }
         let (first, end) = (range.start.div_ceil(self.page_bytes), range.end / self.page_bytes);
         let removed = match how {
-            Cut::Remove => old.pages.both(PageSet::of(first.min(end)..end)),
-            Cut::Zero => PageSet::default(),
+            Clear::Punch => old.pages.both(PageSet::of(first.min(end)..end)),
+            Clear::Zero => PageSet::default(),
         };
         let zeroed = old.pages.without(removed).both(self.pages_touched(range.clone()));
         for run in zeroed.runs() {
@@ -119,7 +120,7 @@ impl Spill {
         Ok(())
     }
 
-    /// Ends a file that no caller uses any more: frees its pages and its segments.
+    /// Frees the pages, segments and copies of a file that has no users.
     pub fn free(&self, data: &FileData, segments: &Segments) {
         // Evictions wait from here on, until the memory is free.
         segments.set_frozen(true);
@@ -129,11 +130,11 @@ impl Spill {
     }
 }
 
-/// What happens to the pages of a range that is cut.
+/// What happens to the pages of a range.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Cut {
+enum Clear {
     /// They become holes.
-    Remove,
+    Punch,
     /// They become zeros.
     Zero,
 }
