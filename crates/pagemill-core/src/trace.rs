@@ -195,14 +195,16 @@ pub struct Recorded {
 
 /// Records an event of this process, with its two numbers.
 pub fn event(event: Event, first: u64, second: u64) {
-    stats::current().ring.record(event, first, second);
+    if stats::RECORDS_SUMS_AND_EVENTS {
+        stats::current().ring.record(event, first, second);
+    }
 }
 
 /// As [`event`], for numbers that pack two values. Each part is the lower and the upper value of one number.
 pub fn event_with_packed_values(event: Event, parts: [(u64, u64); 2]) {
     let (_, _, names) = &EVENTS[event as usize];
     let [first, second] = [0, 1].map(|at| names[at].pack(parts[at].0, parts[at].1));
-    stats::current().ring.record(event, first, second);
+    self::event(event, first, second);
 }
 
 /// Returns the latest events of this process, oldest first.
