@@ -264,8 +264,8 @@ impl File {
         let past_end = Error::PastEnd { offset, size_bytes };
         let Some(data) = self.data().filter(|_| offset < size_bytes) else { return Err(past_end) };
         match whence {
-            Whence::Data => data.seek_data(offset)?.filter(|at| *at < size_bytes).ok_or(past_end),
-            Whence::Hole => data.seek_hole(offset),
+            Whence::Data => data.seek_data_in(offset..size_bytes)?.ok_or(past_end),
+            Whence::Hole => data.seek_hole_in(offset..size_bytes),
         }
     }
 

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::quota::Domain;
 use crate::spill::Segments;
 use pagemill_cache::Mapping;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -63,19 +64,19 @@ impl FileData {
         }
     }
 
-    /// Returns the first offset from `offset` on that has data.
-    pub fn seek_data(&self, offset: u64) -> Result<Option<u64>> {
+    /// Returns the first offset of the range that has data.
+    pub fn seek_data_in(&self, range: Range<u64>) -> Result<Option<u64>> {
         match &self.segments {
-            Some(segments) => segments.seek_data(&self.mapping, offset),
-            None => Ok(self.mapping.seek_data(offset)?),
+            Some(segments) => segments.seek_data_in(&self.mapping, range),
+            None => Ok(self.mapping.seek_data_in(range)?),
         }
     }
 
-    /// Returns the first offset from `offset` on that lies in a hole; the end of the file is a hole.
-    pub fn seek_hole(&self, offset: u64) -> Result<u64> {
+    /// Returns the first offset of the range that lies in a hole; the ends of range and file are holes.
+    pub fn seek_hole_in(&self, range: Range<u64>) -> Result<u64> {
         match &self.segments {
-            Some(segments) => segments.seek_hole(&self.mapping, offset),
-            None => Ok(self.mapping.seek_hole(offset)?),
+            Some(segments) => segments.seek_hole_in(&self.mapping, range),
+            None => Ok(self.mapping.seek_hole_in(range)?),
         }
     }
 
@@ -83,11 +84,8 @@ impl FileData {
     pub fn allocated_in(&self, start: u64, end: u64, page_bytes: u64) -> u64 {
         let (mut at, mut sum) = (start, 0);
         while at < end {
-            let Ok(Some(data)) = self.seek_data(at) else { break };
-            if data >= end {
-                break;
-            }
-            let hole = self.seek_hole(data).unwrap_or(end).min(end).next_multiple_of(page_bytes);
+            let Ok(Some(data)) = self.seek_data_in(at..end) else { break };
+            let hole = self.seek_hole_in(data..end).unwrap_or(end).next_multiple_of(page_bytes);
             sum += hole - data / page_bytes * page_bytes;
             at = hole.max(data + 1);
         }

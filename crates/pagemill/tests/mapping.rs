@@ -191,7 +191,15 @@ fn clear(model: &mut [u8], at: usize, len: usize) {
 fn assert_seeks_agree(file: &Mapping, model: &[u8]) {
     let mut at = 0;
     while at < model.len() {
-        match file.seek_data(at as u64).unwrap() {
+        let found = file.seek_data(at as u64).unwrap();
+        // A search of a range finds the same, or that the range ends before it.
+        for end in [at + 1, at + 5000, at + 100_000].map(|end| end as u64) {
+            let in_range = file.seek_data_in(at as u64..end).unwrap();
+            assert_eq!(in_range, found.filter(|data| *data < end), "{at}..{end}");
+            let hole = file.seek_hole(at as u64).unwrap();
+            assert_eq!(file.seek_hole_in(at as u64..end).unwrap(), hole.min(end), "{at}..{end}");
+        }
+        match found {
             Some(data) => {
                 assert!(model[at..data as usize].iter().all(|byte| *byte == 0), "a hole is zero");
                 at = file.seek_hole(data).unwrap() as usize;

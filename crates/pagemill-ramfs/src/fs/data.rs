@@ -211,11 +211,11 @@ impl Inner {
         let fill = |filled: &mut Vec<(u64, u64)>| {
             let mut at = start / page * page;
             while at < end {
-                let hole = data.seek_hole(at)?;
+                let hole = data.seek_hole_in(at..end)?;
                 if hole >= end {
                     break;
                 }
-                let hole_end = data.seek_data(hole)?.unwrap_or(end).min(end);
+                let hole_end = data.seek_data_in(hole..end)?.unwrap_or(end);
                 self.fill_hole(data, hole, hole_end, filled)?;
                 at = hole_end;
             }

@@ -261,8 +261,8 @@ impl Spill {
         let end = end.min(data.mapping.size_bytes());
         let (mut pages, mut at) = (PageSet::default(), start);
         while at < end {
-            let Some(found) = data.mapping.seek_data(at).ok()?.filter(|found| *found < end) else { break };
-            let hole = data.mapping.seek_hole(found).ok()?.min(end);
+            let Some(found) = data.mapping.seek_data_in(at..end).ok()? else { break };
+            let hole = data.mapping.seek_hole_in(found..end).ok()?;
             let first = (found - start) / self.page_bytes;
             pages = pages.with(PageSet::of(first..(hole - start).div_ceil(self.page_bytes)));
             at = hole.max(found + 1);
@@ -311,7 +311,7 @@ impl Spill {
             return Err(full());
         }
         let Range { start, end } = self.range_of(index);
-        if matches!(data.mapping.seek_data(start), Ok(Some(left)) if left < end) {
+        if matches!(data.mapping.seek_data_in(start..end), Ok(Some(_))) {
             // Left by an eviction that could not remove all pages. The copy may have changed since.
             data.mapping.punch_hole(start, self.segment_bytes)?;
         }

@@ -167,38 +167,39 @@ impl Segments {
         self.is_kept_in_memory.store(is_kept_in_memory, Release);
     }
 
-    /// As [`Mapping::seek_data`], with the pages that are in the store only.
-    pub fn seek_data(&self, mapping: &Mapping, offset: u64) -> Result<Option<u64>> {
+    /// As [`Mapping::seek_data_in`], with the pages that are in the store only.
+    pub fn seek_data_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<Option<u64>> {
         self.by_index.with(|segments| {
-            let resident = mapping.seek_data(offset)?;
-            let last = self.spill.index_of(resident.unwrap_or(u64::MAX));
-            let spilled = segments.range(self.spill.index_of(offset)..=last).find_map(|(index, segment)| {
+            let resident = mapping.seek_data_in(range.clone())?;
+            let end = mapping.size_bytes().min(range.end);
+            let last = self.spill.index_of(resident.unwrap_or(end));
+            let spilled = segments.range(self.spill.index_of(range.start)..=last).find_map(|(index, segment)| {
                 let start = self.spill.range_of(*index).start;
                 let pages = if segment.is_resident { PageSet::default() } else { segment.pages };
-                let page = pages.next_in(offset.saturating_sub(start) / self.spill.page_bytes)?;
-                Some((start + page * self.spill.page_bytes).max(offset))
+                let page = pages.next_in(range.start.saturating_sub(start) / self.spill.page_bytes)?;
+                Some((start + page * self.spill.page_bytes).max(range.start))
             });
-            Ok(spilled.into_iter().chain(resident).min().filter(|at| *at < mapping.size_bytes()))
+            Ok(spilled.into_iter().chain(resident).min().filter(|at| *at < end))
         })
     }
 
-    /// As [`Mapping::seek_hole`], with the pages that are in the store only.
-    pub fn seek_hole(&self, mapping: &Mapping, offset: u64) -> Result<u64> {
+    /// As [`Mapping::seek_hole_in`], with the pages that are in the store only.
+    pub fn seek_hole_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<u64> {
         self.by_index.with(|segments| {
-            let size = mapping.size_bytes();
-            let mut at = mapping.seek_hole(offset)?;
-            while at < size {
-                let range = self.spill.range_of(self.spill.index_of(at));
+            let end = mapping.size_bytes().min(range.end);
+            let mut at = mapping.seek_hole_in(range)?;
+            while at < end {
+                let whole = self.spill.range_of(self.spill.index_of(at));
                 let segment = segments.get(&self.spill.index_of(at)).filter(|segment| !segment.is_resident);
-                let page = (at - range.start) / self.spill.page_bytes;
+                let page = (at - whole.start) / self.spill.page_bytes;
                 let hole_page = segment.map_or(page, |segment| segment.pages.next_outside(page));
                 if hole_page == page {
                     return Ok(at);
                 }
-                let hole = (range.start + hole_page * self.spill.page_bytes).min(range.end);
-                at = if hole < size { mapping.seek_hole(hole)? } else { size };
+                let hole = (whole.start + hole_page * self.spill.page_bytes).min(whole.end);
+                at = if hole < end { mapping.seek_hole_in(hole..end)? } else { end };
             }
-            Ok(size)
+            Ok(end)
         })
     }
 }

@@ -3,6 +3,7 @@
 use crate::mapping::Mapping;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
+use std::ops::Range;
 
 impl Mapping {
     /// Returns the offset of the first byte at or after `offset` that may hold data, or `None` if only a hole follows.
@@ -13,13 +14,23 @@ impl Mapping {
     /// [`PastEnd`](pagemill_core::Error::PastEnd) at or past the end of the file,
     /// [`BadOffset`](pagemill_core::Error::BadOffset).
     pub fn seek_data(&self, offset: u64) -> Result<Option<u64>> {
+        self.seek_data_in(offset..u64::MAX)
+    }
+
+    /// As [`Mapping::seek_data`], within a range. The search ends with the page of the last byte of the range.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mapping::seek_data`] for the begin of the range.
+    pub fn seek_data_in(&self, range: Range<u64>) -> Result<Option<u64>> {
         let file = &*self.0;
-        let size = file.check_inside(offset)?;
-        if file.store.is_some() {
-            return Ok(Some(offset));
+        let size = file.check_inside(range.start)?;
+        let end = size.min(range.end);
+        if file.store.is_some() || range.start >= end {
+            return Ok((range.start < end).then_some(range.start));
         }
-        let found = file.folios(file.index_of(offset)..file.index_of(size - 1) + 1).next();
-        Ok(found.map(|found| file.offset_of(found.first).max(offset)))
+        let found = file.folios(file.index_of(range.start)..file.index_of(end - 1) + 1).next();
+        Ok(found.map(|found| file.offset_of(found.first).max(range.start)))
     }
 
     /// Returns the offset of the first byte at or after `offset` that lies in a hole. The end of the file counts as a
@@ -29,12 +40,23 @@ impl Mapping {
     ///
     /// See [`Mapping::seek_data`].
     pub fn seek_hole(&self, offset: u64) -> Result<u64> {
+        self.seek_hole_in(offset..u64::MAX)
+    }
+
+    /// As [`Mapping::seek_hole`], within a range, whose end counts as a hole, too. The search ends there: without a hole
+    /// it takes as long as the range has folios.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mapping::seek_data`] for the begin of the range.
+    pub fn seek_hole_in(&self, range: Range<u64>) -> Result<u64> {
         let file = &*self.0;
-        let size = file.check_inside(offset)?;
-        if file.store.is_some() {
-            return Ok(size);
+        let size = file.check_inside(range.start)?;
+        let end = size.min(range.end);
+        if file.store.is_some() || range.start >= end {
+            return Ok(end);
         }
-        let hole = file.tree.next_gap(file.index_of(offset), file.index_of(size - 1), &epoch::pin());
-        Ok(hole.map_or(size, |index| file.offset_of(index).max(offset)))
+        let hole = file.tree.next_gap(file.index_of(range.start), file.index_of(end - 1), &epoch::pin());
+        Ok(hole.map_or(end, |index| file.offset_of(index).max(range.start)))
     }
 }
