@@ -60,7 +60,7 @@ impl Mark {
         let (fd, seen) = open_without_links(path)?;
         let device = fs::symlink_metadata(path).map_err(error_text)?.dev();
         if !mounting::is_ours(device) {
-            return Err("it is not on a `pagemill mount`: a mark there has no effect".into());
+            return Err("it is not on a `pagemill mount` without --fuse: a mark there has no effect".into());
         }
         self.set_marks(&fd, &seen)?;
         let mut bad = Vec::new();

@@ -66,12 +66,16 @@ pub struct Mount {
     /// Number of threads that answer requests with --fuse [default: one for each CPU, at most 4]
     #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: Option<u16>,
+    /// Maximum number of files, folders and links with --fuse [default: one for each KiB of --size, and one for each 16 KiB
+    /// of --spill-size]
+    #[arg(long, value_name = "COUNT", requires = "fuse", value_parser = clap::value_parser!(u64).range(2..))]
+    inodes: Option<u64>,
     /// With --fuse: when the memory of --size is used up, move parts of files that were not used recently to this folder
     /// on a disk. Without it, writes then fail with "no space left". Parts come back when they are used. The data lie
     /// in a file without a name, which the kernel frees when this process ends.
     #[arg(long, value_name = "DIR", requires = "fuse")]
     spill: Option<PathBuf>,
-    /// Maximum space in the folder of --spill [default: what is free there at the start]
+    /// Maximum space in the folder of --spill, at most what is free there now [default: all that is free there now]
     #[arg(long, value_name = "SIZE", requires = "spill", value_parser = parse_bytes)]
     spill_size: Option<u64>,
     /// Print the mount as one JSON object.

@@ -492,6 +492,7 @@ trap 'umount -l $point 2>/dev/null || true' EXIT
 $user sh -c "echo hello > $point/file && mkdir $point/dir && mv $point/file $point/dir && cat $point/dir/file"
 $user stat -c '%u %g %a' $point
 if ls $point 2>/dev/null; then echo "root may list it"; exit 1; fi
+$1 status $point && exit 1
 grep " $point " /proc/self/mounts
 $user sh -c "cd $point && $1 umount $point" && exit 1
 $user $1 umount $point
@@ -506,6 +507,7 @@ trap - EXIT
     assert!(lines[0].contains("mounted through FUSE: up to 16 MiB"), "{}", end.out);
     assert_eq!(lines[1..3], ["hello", "65534 65534 1777"]);
     assert!(lines[3].contains("nosuid,nodev") && !lines[3].contains("allow_other"), "{}", lines[3]);
+    assert!(end.err.contains("was mounted by another user"), "{}", end.err);
     assert!(end.err.contains("is busy") && end.err.contains("works in"), "{}", end.err);
 }
 

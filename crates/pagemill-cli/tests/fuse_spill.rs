@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::fuse::{Fuse, is_mounted, may_use_fuse};
+use common::fuse::{Fuse, is_mounted, may_use_fuse, started};
 use common::ram::{MIB, pattern, wait_until};
-use common::{PAGEMILL, TIMEOUT, TestFolder, finish};
+use common::{PAGEMILL, TIMEOUT, TestFolder, finish, is_missing};
 use rustix::fs::Advice;
 use serde_json::Value;
 use std::fs::{self, File};
@@ -92,6 +92,7 @@ fn data_beyond_the_memory_move_to_disk_and_return() {
     let text = fuse.command(&["status", fuse.point.to_str().unwrap()]).out;
     assert!(text.contains("in memory") && text.contains("on disk"), "{text}");
     let file = spill_file(&fuse, &disk);
+    assert_eq!(fs::metadata(&file).unwrap().mode() & 0o777, 0o600);
     assert!(fs::metadata(&file).unwrap().blocks() * 512 >= 24 * MIB as u64);
     assert_eq!(disk.entries(), 0);
     (0..5).for_each(|at| fs::remove_file(path(at)).unwrap());
@@ -129,6 +130,41 @@ fn a_full_disk_loses_nothing() {
     assert_eq!(disk.entries(), 0);
 }
 
+/// The disk fails before the limit is reached: the process may not write files of more than 4 MiB. A write must fail with
+/// ENOSPC, the reason must be reported, and everything written before must be readable.
+#[test]
+fn a_disk_that_fails_is_reported() {
+    let Some(disk) = Disk::new() else { return };
+    if !may_use_fuse() || is_missing("prlimit") {
+        return;
+    }
+    let place = TestFolder::new();
+    let point = place.path("fuse");
+    fs::create_dir(&point).unwrap();
+    let mut command = place.command("prlimit");
+    command.args(["--fsize=4194304", PAGEMILL, "mount", "--fuse"]).arg(&point).args(["--size", "8M", "--spill"]);
+    command.arg(&disk.folder).args(["--spill-size", "64M"]);
+    let server = started(&place, command);
+    let fuse = Fuse { place, point, server };
+    let path = fuse.at("file");
+    let file = File::create(&path).unwrap();
+    let mut written = 0;
+    while let Ok(len) = file.write_at(&pattern(written, 64 << 10), written as u64) {
+        written += len;
+        assert!(written <= 13 * MIB);
+    }
+    assert!(written > 10 * MIB, "{written} bytes");
+    (0..50).for_each(|_| _ = file.write_at(&[1; 5000], written as u64).unwrap_err());
+    let bytes = read(&path);
+    for (at, part) in (0..).step_by(64 << 10).zip(bytes.chunks(64 << 10)) {
+        assert!(part == pattern(at, part.len()), "at {at}");
+    }
+    let err = fuse.err();
+    // Reported again only after a minute, although each write of new data fails.
+    let reports = err.matches("no more data can be moved to the spill file in").count();
+    assert!((1..10).contains(&reports) && err.contains("File too large"), "{err}");
+}
+
 /// Folders and sizes that cannot be used. The error must name the folder and the reason, and nothing may be mounted.
 #[test]
 fn unsuitable_spill_folders_are_refused() {
@@ -159,8 +195,12 @@ fn unsuitable_spill_folders_are_refused() {
     }
     let err = refusal(&["--fuse", "--spill", point.to_str().unwrap()]);
     assert!(err.contains("lies in the mount point"), "{err}");
+    let err = refusal(&["--fuse", "--spill", "/dev/null"]);
+    assert!(err.contains("--spill /dev/null: is no folder"), "{err}");
     let err = refusal(&["--fuse", "--spill", folder, "--spill-size", "1000T"]);
-    assert!(err.contains("are free, not 1000 TiB"), "{err}");
+    assert!(err.contains("are free, not 1000 TiB (--spill-size)"), "{err}");
+    let err = refusal(&["--fuse", "--spill", folder, "--spill-size", "0"]);
+    assert!(err.contains("--spill-size is 0 B, but at least 1 MiB"), "{err}");
     let err = refusal(&["--fuse", "--spill", folder, "--size", "512K"]);
-    assert!(err.contains("a memory limit below 1 MiB"), "{err}");
+    assert!(err.contains("--spill needs a --size of 1 MiB or more, not 512 KiB"), "{err}");
 }

@@ -25,8 +25,10 @@ use std::time::{Duration, Instant};
 /// Inode number of the root directory.
 const ROOT_INO: u64 = 1;
 
-/// Bytes of the size for each possible inode.
+/// Bytes of the size for each possible inode, in memory and in a spill file. The metadata of a spilled file stay in
+/// memory, some 1.4 KiB for each.
 const BYTES_PER_INODE: u64 = 1 << 10;
+const SPILL_BYTES_PER_INODE: u64 = 16 << 10;
 const MIN_INODES: u64 = 1 << 10;
 
 /// Time for which a process may answer a request for the usage.
@@ -239,7 +241,8 @@ impl Mount {
             None => mounting::check_empty(&point, &point).map_err(text)?,
         }
         let size_bytes = self.size.unwrap_or_else(mounting::default_size);
-        let spill = self.spill.as_deref().map(|dir| SpillFile::create(dir, self.spill_size, &point)).transpose()?;
+        let create = |dir| SpillFile::create(dir, self.spill_size, size_bytes, &point);
+        let spill = self.spill.as_deref().map(create).transpose()?;
         let fs = self.new_file_system(size_bytes, spill.as_ref());
         let fs = fs.map_err(|error| format!("no file system can be made: {error}"))?;
         let threads = self.threads.map_or_else(default_threads, usize::from);
@@ -253,7 +256,9 @@ impl Mount {
     }
 
     fn new_file_system(&self, size_bytes: u64, spill: Option<&SpillFile>) -> Result<RamFs, pagemill_ramfs::Error> {
-        let inodes = (size_bytes / BYTES_PER_INODE).max(MIN_INODES);
+        let spilled_inodes = spill.map_or(0, |spill| spill.limit_bytes / SPILL_BYTES_PER_INODE);
+        let default_inodes = (size_bytes / BYTES_PER_INODE).max(MIN_INODES).saturating_add(spilled_inodes);
+        let inodes = self.inodes.unwrap_or(default_inodes);
         let builder = RamFs::builder("fuse").bytes(size_bytes).inodes(inodes).root_mode(self.mode.unwrap_or(0o1777));
         let builder = match spill {
             Some(spill) => builder.spill(spill.store.clone(), spill.limit_bytes),
@@ -290,6 +295,8 @@ impl Mount {
         let _ = io::stdout().flush();
         if self.as_daemon {
             self.redirect_output_to_log(*device);
+            // The folder in which it was started can be unmounted.
+            let _ = std::env::set_current_dir("/");
         }
     }
 
@@ -365,6 +372,11 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
     let size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
     let used_bytes = size_bytes.saturating_sub(stat.f_bfree.saturating_mul(stat.f_frsize));
     let inodes = stat.f_files.saturating_sub(stat.f_ffree);
+    if stat.f_files == 0 {
+        // The kernel answers with zeros then, without asking the process.
+        let point = point.display();
+        return Err(format!("{point} was mounted by another user, who alone can see what it uses"));
+    }
     if is_json {
         let state = json!({
             "mount_point": point.to_string_lossy(), "fuse": true, "size_bytes": size_bytes, "used_bytes": used_bytes,
@@ -381,7 +393,8 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
         format!("{point}  through FUSE\n  size {size:>24}\n  used {used:>24}  in {inodes} of {most} inodes\n");
     if let Some(usage) = usage.filter(|usage| usage.spill_limit_bytes > 0) {
         let [memory, spilled] = [usage.memory_bytes, usage.spilled_bytes].map(|bytes| Bytes(bytes).to_string());
-        text += &format!("  in memory {memory:>19}\n  on disk {spilled:>21}\n");
+        let [most_memory, most_spilled] = [usage.memory_limit_bytes, usage.spill_limit_bytes].map(Bytes);
+        text += &format!("  in memory {memory:>19}  of {most_memory}\n  on disk {spilled:>21}  of {most_spilled}\n");
     }
     Ok(text)
 }
