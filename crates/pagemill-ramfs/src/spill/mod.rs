@@ -1,4 +1,4 @@
-//! The spill store: parts of files that were not used for long move to a disk when the file system is full, and come
+//! The spill store: parts of files that were not used recently move to a disk when the file system is full, and come
 //! back when they are used.
 //!
 //! ```text
@@ -35,7 +35,7 @@ use extents::{Extent, Extents};
 use order::{EvictionOrder, First, OrderEntry};
 use pagemill_cache::PageCache;
 use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
-use pagemill_store::{Store, errno};
+use pagemill_store::Store;
 use segments::{MAX_PAGES, PageSet, Segment};
 use std::io;
 use std::ops::Range;
@@ -199,10 +199,10 @@ impl Spill {
                 Ok(Outcome::Freed(more)) => freed += more,
                 Ok(Outcome::Gone) => {}
                 Ok(Outcome::Stays) => taken.put_back(),
-                Err(error) => {
+                // The store is full, or fails. Space of copies that are not needed may help.
+                Err(_) => {
                     taken.put_back();
-                    let is_full = errno::is(&error, errno::ENOSPC);
-                    if has_dropped_copies || !is_full || !self.drop_copies() {
+                    if has_dropped_copies || !self.drop_copies() {
                         break;
                     }
                     has_dropped_copies = true;
