@@ -228,13 +228,16 @@ unsafe extern "C" {
     fn return_from_signal();
 }
 
-// Debuggers and unwinders recognise the return from a signal handler by exactly these instructions.
+// Debuggers and unwinders recognise the return from a signal handler by exactly these instructions. An unwinder first
+// looks for a function at the byte before the return address. So a byte that belongs to no function precedes them:
+// otherwise the unwinder takes the frame for one of the function that the linker placed there.
 #[cfg(target_arch = "x86_64")]
 std::arch::global_asm!(
     ".pushsection .text.pagemill_restore, \"ax\", @progbits",
     ".hidden pagemill_restore",
     ".globl pagemill_restore",
     ".type pagemill_restore, @function",
+    "nop",
     "pagemill_restore:",
     ".byte 0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00", // mov rax, 15: rt_sigreturn
     "syscall",
@@ -595,6 +598,17 @@ mod tests {
         assert!(!is_readable(addr) && !is_writable(addr));
         // SAFETY: no other code uses the range.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
+    }
+
+    /// An unwinder looks for a function at the byte before the one that a handler returns to. That must be the `nop`,
+    /// which is in no function, whatever the linker placed before it.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn no_function_ends_where_handlers_return_to() {
+        let code = return_from_signal as unsafe extern "C" fn() as *const u8;
+        // SAFETY: the code, with the byte before it, is in readable memory of this program.
+        let bytes = unsafe { std::slice::from_raw_parts(code.sub(1), 3) };
+        assert_eq!(bytes, [0x90, 0x48, 0xc7]);
     }
 
     /// Addresses that the judges of [`judges_decide_in_order`] know: the first both, the second only the latter. Their
