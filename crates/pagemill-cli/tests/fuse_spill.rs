@@ -24,7 +24,7 @@ impl Disk {
         let parent = TestFolder::new();
         let folder = parent.path("disk");
         fs::create_dir(&folder).unwrap();
-        if rustix::fs::statfs(&folder).unwrap().f_type as i64 == 0x0102_1994 {
+        if rustix::fs::statfs(&folder).unwrap().f_type as i64 == libc::TMPFS_MAGIC {
             println!("skipped: the folder of tests is on a tmpfs");
             return None;
         }

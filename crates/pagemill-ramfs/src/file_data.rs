@@ -32,7 +32,7 @@ impl FileData {
     }
 
     /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file, or
-    /// before bytes whose read failed.
+    /// before bytes that cannot be read.
     pub fn read(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         match &self.segments {
             Some(segments) => segments.spill.read(self, segments, to, offset),

@@ -533,3 +533,17 @@ fn listing_survives_changes_of_its_directory() {
         assert_eq!(seen, kept);
     }
 }
+
+/// A volatile file that consists of a hole only has no memory. A full file system without a spill store must not purge
+/// it.
+#[test]
+fn a_volatile_hole_is_not_purged() {
+    let testbed = pagemill_testbed::Testbed::for_test();
+    let builder = RamFs::builder("holes").bytes(1 << 20);
+    let fs = builder.build_in(testbed.slabs, testbed.caches).unwrap();
+    fs.open("/hole", &read_write().create(true)).unwrap().set_size(1 << 20).unwrap();
+    fs.mark_volatile("/hole").unwrap();
+    assert_eq!(fs.write("/full", &vec![1; 2 << 20]).unwrap_err().errno(), libc::ENOSPC);
+    assert!(!fs.unmark_volatile("/hole").unwrap());
+    assert_eq!(fs.metadata("/hole").unwrap().size_bytes, 1 << 20);
+}

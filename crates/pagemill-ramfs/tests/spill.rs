@@ -316,7 +316,7 @@ fn a_file_with_a_mapping_stays() {
     assert_eq!(fs.read("/pinned").unwrap(), [1; 10]);
 }
 
-/// Volatile files are purged before other data move to the store; one whose data moved already is not purged.
+/// Volatile files are purged before other data move to the store; a file with all data in the store is not purged.
 #[test]
 fn volatile_files_are_purged_first() {
     let fs = new();

@@ -605,7 +605,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn no_function_ends_where_handlers_return_to() {
-        let code = return_from_signal as unsafe extern "C" fn() as *const u8;
+        let code = return_from_signal as *const u8;
         // SAFETY: the code, with the byte before it, is in readable memory of this program.
         let bytes = unsafe { std::slice::from_raw_parts(code.sub(1), 3) };
         assert_eq!(bytes, [0x90, 0x48, 0xc7]);

@@ -375,7 +375,7 @@ pub fn status_text(found: &Found, is_json: bool) -> Result<String, String> {
     if stat.f_files == 0 {
         // The kernel answers with zeros then, without asking the process.
         let point = point.display();
-        return Err(format!("{point} was mounted by another user, who alone can see what it uses"));
+        return Err(format!("{point} was mounted by another user; only that user can see its usage"));
     }
     if is_json {
         let state = json!({

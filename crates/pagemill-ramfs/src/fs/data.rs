@@ -61,7 +61,7 @@ impl Inner {
         active.data.get().map_or(0, |data| data.mapping.size_bytes())
     }
 
-    /// Writes bytes into a file at `offset`, or at its end with `None`. Returns how many bytes found memory.
+    /// Writes bytes into a file at `offset`, or at its end with `None`. Returns the number of bytes written.
     pub fn write(&self, active: &Active, from: &[u8], offset: Option<u64>, keeps_set_id: bool) -> Result<usize> {
         if from.is_empty() {
             return Ok(0);
@@ -73,7 +73,7 @@ impl Inner {
         let written = loop {
             match self.write_bytes(data, from, offset, || self.purge_one(Purge::Memory)) {
                 // Frees space in the spill store, so that other data can move there.
-                Err(Error::NoSpace { .. }) if self.purge_one(Purge::Anywhere) => {}
+                Err(Error::NoSpace { .. }) if self.spill.is_some() && self.purge_one(Purge::Anywhere) => {}
                 written => break written?,
             }
         };

@@ -129,7 +129,7 @@ impl Inner {
 pub(crate) enum Purge {
     /// Those with bytes in memory.
     Memory,
-    /// Also those whose bytes are all in the spill store.
+    /// Also those with all bytes in the spill store.
     Anywhere,
 }
 

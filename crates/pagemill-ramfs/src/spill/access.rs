@@ -1,4 +1,4 @@
-//! Reads and writes of files whose segments may be spilled.
+//! Reads and writes of files with segments in the spill store.
 
 use super::segments::{PageSet, Segment, Segments};
 use super::{MAX_WAIT_NS, Spill, store_failed};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 impl Spill {
     /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file, or
-    /// before a segment whose read failed.
+    /// before a segment that cannot be read.
     ///
     /// # Errors
     ///
@@ -151,10 +151,11 @@ impl Spill {
             segments.set(index, Segment { copy: None, pages, is_resident: true, is_recent: true, entry_number });
             return;
         };
-        if !old.is_recent {
+        // A dropped copy changes the segment, which notes the use, too.
+        let is_noted = self.drop_copy(segments, index, &Segment { is_recent: true, ..old }) || old.is_recent;
+        if !is_noted {
             segments.note_use(index);
         }
-        self.drop_copy(segments, index, &Segment { is_recent: true, ..old });
     }
 
     /// Overwrites bytes of a spilled segment in the store. Stops at the first page that the copy lacks, and at the end of

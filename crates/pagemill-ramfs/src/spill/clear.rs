@@ -1,4 +1,4 @@
-//! Truncation, holes and zeros in files whose segments may be spilled.
+//! Truncation, holes and zeros in files with segments in the spill store.
 
 use super::Spill;
 use super::segments::{Frozen, PageSet, Segment, Segments};
@@ -12,8 +12,8 @@ impl Spill {
     ///
     /// # Errors
     ///
-    /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store the
-    /// length is unchanged, but bytes beyond `size_bytes` may read zero.
+    /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store the length is unchanged,
+    /// but bytes beyond `size_bytes` may read zero.
     pub fn truncate(&self, data: &FileData, segments: &Segments, size_bytes: u64) -> Result<()> {
         if size_bytes >= data.mapping.size_bytes() {
             return Ok(data.mapping.truncate(size_bytes)?);

@@ -103,7 +103,7 @@ impl Extents {
         extent.0 * self.extent_bytes + page * self.page_bytes
     }
 
-    /// Calls `act` with a buffer of one extent, whose bytes are of earlier uses.
+    /// Calls `act` with a buffer of one extent. The buffer has bytes of earlier uses.
     pub fn with_buffer<R>(&self, act: impl FnOnce(&mut [u8]) -> R) -> R {
         let kept = self.buffers.with(Vec::pop);
         let mut buffer = kept.unwrap_or_else(|| Aligned::new(self.extent_bytes as usize, self.page_bytes as usize));

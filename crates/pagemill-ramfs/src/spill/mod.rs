@@ -2,7 +2,7 @@
 //! back when they are used.
 //!
 //! ```text
-//!   Spill        moves segments; reads, writes, truncates and punches files whose segments may be spilled
+//!   Spill        moves segments; reads, writes, truncates and punches files with segments in the store
 //!                  (here, access, clear)
 //!     segments     the state of one file's segments
 //!     order        the eviction order
@@ -86,7 +86,7 @@ enum Outcome {
 }
 
 impl Spill {
-    /// Creates the spill store of a file system whose data lie in this cache.
+    /// Creates the spill store of a file system with its data in this cache.
     ///
     /// # Errors
     ///

@@ -43,8 +43,9 @@ impl Mapping {
         self.seek_hole_in(offset..u64::MAX)
     }
 
-    /// As [`Mapping::seek_hole`], within a range, whose end counts as a hole, too. The search ends there: without a hole
-    /// it takes as long as the range has folios.
+    /// As [`Mapping::seek_hole`], within a range. The end of the range counts as a hole, too. The search ends there.
+    ///
+    /// Cost: grows with the number of folios before the hole.
     ///
     /// # Errors
     ///

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 const MIN_BYTES: u64 = 1 << 20;
 
 /// File systems in memory, where a spill file would be of no use: type numbers of statfs(2), and names.
-const IN_MEMORY: [(i64, &str); 2] = [(0x0102_1994, "tmpfs"), (0x8584_58f6, "ramfs")];
+const IN_MEMORY: [(i64, &str); 2] = [(libc::TMPFS_MAGIC, "tmpfs"), (0x8584_58f6, "ramfs")];
 
 /// A store for the data of a full file system, and its maximum size.
 pub struct SpillFile {
@@ -73,7 +73,7 @@ impl SpillFile {
 /// Minimum time between two reports of failed transfers.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A file whose failed reads and writes are reported on standard error, at most once in a minute.
+/// Reports failed reads and writes of a file on standard error, at most once in a minute.
 pub struct ReportingStore {
     store: FileStore,
     folder: PathBuf,
