@@ -45,6 +45,8 @@ struct TransferEngine {
     waker: OnceLock<Waker>,
     /// Whether a transfer was cancelled since the engine's thread last searched for cancelled transfers.
     has_cancelled: AtomicBool,
+    /// Whether the engine's ring may have files whose store was dropped.
+    has_dropped_files: AtomicBool,
 }
 
 /// Transfers (jobs) that are not in the ring yet.
@@ -65,8 +67,7 @@ struct EngineWaker(&'static TransferEngine);
 impl Wake for EngineWaker {
     fn wake(self: Arc<Self>) {
         self.0.has_cancelled.store(true, SeqCst);
-        let ring_waker = self.0.submissions().ring_waker.clone();
-        ring_waker.iter().for_each(RingWaker::wake);
+        self.0.wake_thread();
     }
 }
 
@@ -77,6 +78,14 @@ pub(super) fn start(handle: &Arc<FileHandle>, batch: Vec<Transfer>) {
         return batch.into_iter().for_each(|transfer| run_blocking(handle, transfer));
     };
     engine.start(handle, batch);
+}
+
+/// Makes the engine of this process close the files whose store was dropped, each after its last transfer.
+pub(super) fn close_dropped_files() {
+    if let Some(engine) = TransferEngine::of_process() {
+        engine.has_dropped_files.store(true, SeqCst);
+        engine.wake_thread();
+    }
 }
 
 /// Does one transfer with blocking calls on the calling thread.
@@ -99,8 +108,13 @@ impl TransferEngine {
     }
 
     fn new(generation: u32) -> Self {
-        let (submissions, waker, has_cancelled) = (Mutex::default(), OnceLock::new(), AtomicBool::new(false));
-        Self { generation, submissions, waker, has_cancelled }
+        Self {
+            generation,
+            submissions: Mutex::default(),
+            waker: OnceLock::new(),
+            has_cancelled: AtomicBool::new(false),
+            has_dropped_files: AtomicBool::new(false),
+        }
     }
 
     /// Queues transfers, and spawns the engine's thread if there is none. Does transfers beyond [`MAX_WAITING_JOBS`] on
@@ -128,6 +142,12 @@ impl TransferEngine {
 
     fn submissions(&self) -> MutexGuard<'_, SubmissionQueue> {
         lock(&self.submissions)
+    }
+
+    /// Ends a wait of the engine's thread for its ring, if there is one.
+    fn wake_thread(&self) {
+        let ring_waker = self.submissions().ring_waker.clone();
+        ring_waker.iter().for_each(RingWaker::wake);
     }
 
     /// Does all queued transfers on the calling thread, with blocking calls. Used when no thread or no ring is
@@ -168,14 +188,17 @@ impl TransferEngine {
                     }
                 }
             }
-            if self.has_cancelled.swap(false, SeqCst) {
+            let has_cancelled = self.has_cancelled.swap(false, SeqCst);
+            if has_cancelled {
                 ring.cancel_where(Transfer::is_cancelled);
             }
-            if ring.in_flight() == 0 {
-                ring.sweep();
-                if events == 0 && self.try_end() {
-                    return Ok(());
-                }
+            let has_dropped_files = self.has_dropped_files.swap(false, SeqCst);
+            if has_dropped_files && !ring.sweep() {
+                self.has_dropped_files.store(true, SeqCst);
+            }
+            let is_idle = events == 0 && ring.in_flight() == 0 && !has_cancelled && !has_dropped_files;
+            if is_idle && self.try_end() {
+                return Ok(());
             }
         }
     }
@@ -218,6 +241,10 @@ impl TransferEngine {
                     continue;
                 }
             };
+            // An earlier sweep may have missed the file, because it was not attached then.
+            if handle.is_store_dropped.load(SeqCst) {
+                self.has_dropped_files.store(true, SeqCst);
+            }
             let offset = transfer.offset();
             let queued = match transfer.direction() {
                 Direction::Read => ring.read(file, offset, transfer),
@@ -241,9 +268,12 @@ impl Work for TransferEngine {
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
+    use crate::ring::tests::pipe;
     use crate::transfer::{Cancel, Finish, Gather};
-    use crate::{Aligned, FileStore};
+    use crate::{Aligned, FileStore, Store};
     use pagemill_core::arena::place;
+    use std::io::Write;
+    use std::time::Instant;
 
     /// Three transfers share a [`Cancel`]. Each of them runs on a new thread of the engine. The [`Cancel`] must store
     /// only one waker for these threads.
@@ -269,5 +299,33 @@ mod tests {
         }
         assert_eq!(cancel.wakers(), 1);
         cancel.cancel();
+    }
+
+    /// A store is dropped while a transfer of another file is in flight. The file of the store must be closed before
+    /// that transfer ends.
+    #[test]
+    fn the_file_of_a_dropped_store_is_closed_during_other_transfers() {
+        let (empty_pipe, mut writer) = pipe();
+        let (pipe_read, stored) = (Gather::new(1), Gather::new(1));
+        let read_into = |gather: &Arc<Gather>| {
+            let to = gather.clone();
+            Transfer::read(0, Aligned::new(512, 512), move |result, _: Aligned| to.finish(0, result))
+        };
+        start(&empty_pipe, vec![read_into(&pipe_read)]);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, [7; 512]).unwrap();
+        let store = FileStore::open_read_only(&path).unwrap();
+        store.start(vec![read_into(&stored)]);
+        assert!(stored.wait(Duration::from_secs(600)).unwrap()[0].is_ok());
+        let handle = Arc::downgrade(store.handle());
+        drop(store);
+        let start = Instant::now();
+        while handle.strong_count() > 0 {
+            assert!(start.elapsed() < Duration::from_secs(600), "the file stays open");
+            std::thread::yield_now();
+        }
+        writer.write_all(&[0; 512]).unwrap();
+        assert!(pipe_read.wait(Duration::from_secs(600)).unwrap()[0].is_ok());
     }
 }

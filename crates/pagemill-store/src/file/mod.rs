@@ -52,6 +52,8 @@ pub(crate) struct FileHandle {
     pub(super) is_limited: bool,
     /// Whether the length of the file was changed since the last sync.
     pub(super) is_resized: AtomicBool,
+    /// Whether the store of the file was dropped. Rings then close the file after its last transfer.
+    pub(super) is_store_dropped: AtomicBool,
 }
 
 impl FileHandle {
@@ -289,6 +291,10 @@ impl Drop for FileStore {
         // A ring may keep the file open, but does not write to it any more.
         if self.claim.as_ref().is_some_and(claims::FileClaim::is_ours) {
             self.handle.buffered.unlock();
+        }
+        self.handle.is_store_dropped.store(true, SeqCst);
+        if Arc::strong_count(&self.handle) > 1 {
+            engine::close_dropped_files();
         }
     }
 }

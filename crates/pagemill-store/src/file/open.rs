@@ -143,6 +143,7 @@ impl FileOptions {
             is_writable: self.is_writable,
             is_limited: process::file_size_limit() != u64::MAX,
             is_resized: AtomicBool::new(is_new),
+            is_store_dropped: AtomicBool::new(false),
         };
         Ok(Some(FileStore { handle: Arc::new(handle), claim }))
     }

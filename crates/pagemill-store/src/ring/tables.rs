@@ -9,6 +9,7 @@ use crate::file::{FileHandle, FileStore, IoMode};
 use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 
 /// Number of entries of a ring's table of registered memory. With regions of 64 MiB, the entries cover 64 GiB.
 pub(super) const MEMORY_TABLE_LEN: u16 = 1024;
@@ -92,13 +93,15 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Detaches every file whose `FileStore` was dropped, unless the file has transfers in flight. The ring leaves such
-    /// files open until this call.
-    pub fn sweep(&mut self) {
+    /// files open until this call. Returns whether all of them are detached.
+    pub fn sweep(&mut self) -> bool {
+        let mut are_all_detached = true;
         for at in 0..self.files.len() {
-            if self.files[at].as_ref().is_some_and(|handle| Arc::strong_count(handle) == 1) {
-                let _ = self.detach(FileId(at as u32));
+            if self.files[at].as_ref().is_some_and(|handle| handle.is_store_dropped.load(SeqCst)) {
+                are_all_detached &= self.detach(FileId(at as u32)).is_ok();
             }
         }
+        are_all_detached
     }
 
     /// Registers memory with the kernel, which then needs no page lookup for each transfer. For huge pages the lookup

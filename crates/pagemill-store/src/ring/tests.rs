@@ -39,7 +39,7 @@ fn wait_for_end<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>)
 
 /// Returns a file handle for the read end of a pipe, and the write end. A read does not end until the test writes to
 /// the pipe.
-fn pipe() -> (Arc<FileHandle>, io::PipeWriter) {
+pub(crate) fn pipe() -> (Arc<FileHandle>, io::PipeWriter) {
     let (reader, writer) = io::pipe().unwrap();
     let handle = FileHandle::of_descriptor(Disk::from_descriptor(reader.into()));
     (Arc::new(handle), writer)
@@ -56,6 +56,7 @@ impl FileHandle {
             is_writable: true,
             is_limited: false,
             is_resized: AtomicBool::new(false),
+            is_store_dropped: AtomicBool::new(false),
         }
     }
 }
@@ -168,9 +169,9 @@ fn a_file_is_detached_after_its_store_is_dropped() {
         }
         let [first, second] = stores;
         drop(first);
-        ring.sweep();
+        assert_eq!(ring.sweep(), ring.in_flight() == 0);
         wait_for_end(&mut ring).2.unwrap();
-        ring.sweep();
+        assert!(ring.sweep());
         assert!(ring.files[0].is_none() && ring.files[1].is_some());
         let third = FileStore::create(folder.path().join("a")).unwrap();
         assert_eq!(ring.attach(&third).unwrap(), ids[0]);
@@ -178,6 +179,20 @@ fn a_file_is_detached_after_its_store_is_dropped() {
         assert_eq!(wait_for_end(&mut ring).1[0], 1);
         drop(second);
     }
+}
+
+/// A file is attached to two rings, and its store is dropped. [`Ring::sweep`] of each ring must detach the file, which
+/// closes it.
+#[test]
+fn a_file_of_two_rings_is_closed_after_its_store_is_dropped() {
+    let mut rings = rings();
+    let folder = tempfile::tempdir().unwrap();
+    let store = FileStore::create(folder.path().join("a")).unwrap();
+    rings.iter_mut().for_each(|ring| _ = ring.attach(&store).unwrap());
+    let handle = Arc::downgrade(store.handle());
+    drop(store);
+    assert!(rings.iter_mut().all(Ring::sweep));
+    assert_eq!(handle.strong_count(), 0, "no ring uses the file");
 }
 
 /// A region of memory is registered. [`Regions::find`] must find the region for each range inside it, and for no other
