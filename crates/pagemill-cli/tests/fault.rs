@@ -269,9 +269,24 @@ fn failing_calls(calls: usize) -> Vec<usize> {
     (1..=calls.min(FIRST_CALL_COUNT)).chain(rare).collect()
 }
 
-/// Prints the number of open files of this process. It is the minimum of several counts, because background threads
-/// open files for short times.
+/// Returns whether the transfer engine has no thread. Returns `None` if a call failed.
+fn has_engine_exited() -> Option<bool> {
+    let mut names = Vec::new();
+    for thread in std::fs::read_dir("/proc/self/task").ok()? {
+        names.push(std::fs::read_to_string(thread.ok()?.path().join("comm")).ok()?);
+    }
+    Some(names.iter().all(|name| name.trim_end() != "pagemill-ring"))
+}
+
+/// Prints the number of open files of this process, after the thread of the transfer engine has exited and closed its
+/// ring. It is the minimum of several counts, because background threads open files for short times.
 fn print_open_files() {
+    // The thread exits 50 ms after its last transfer. The first check is late, so that there are few of them: their
+    // calls fail, too.
+    std::thread::sleep(std::time::Duration::from_millis(60));
+    while has_engine_exited() != Some(true) {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
     let count = || {
         std::thread::sleep(std::time::Duration::from_millis(1));
         std::fs::read_dir("/proc/self/fd").ok().map(Iterator::count)
