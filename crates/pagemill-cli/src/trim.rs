@@ -175,7 +175,7 @@ fn own_tree_members(pid: u32) -> Option<Vec<published::Process>> {
 fn descendants(pid: u32) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten();
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    let parents: Vec<(u32, u32)> = pids.filter_map(|pid| Some((pid, parent_of(pid)?))).collect();
+    let parents: Vec<(u32, u32)> = pids.filter_map(|pid| Some((pid, process::usage(pid)?.parent_pid))).collect();
     let mut found = vec![pid];
     let mut at = 0;
     while let Some(parent) = found.get(at).copied() {
@@ -187,21 +187,8 @@ fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-fn parent_of(pid: u32) -> Option<u32> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name is in parentheses and may contain any character.
-    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
-}
-
-/// Returns the resident bytes of a process, as the kernel counts them.
-fn resident_bytes(pid: u32) -> u64 {
-    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
-    let pages: u64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
-    pages.saturating_mul(units::os_page_bytes() as u64)
-}
-
 fn trim_process(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> TrimResult {
-    let before = resident_bytes(process.pid());
+    let before = process::resident_bytes(process.pid()).unwrap_or(0);
     let mut done = TrimResult { before, after: before, returned: 0, trouble: None, process };
     for (path, snapshot) in &done.process.published.found {
         let mut left = match max_bytes {
@@ -235,7 +222,7 @@ fn trim_process(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt)
             }
         }
     }
-    done.after = resident_bytes(done.process.pid());
+    done.after = process::resident_bytes(done.process.pid()).unwrap_or(0);
     done
 }
 

@@ -108,6 +108,11 @@ pub fn usage(pid: u32) -> Option<Usage> {
     })
 }
 
+/// Returns whether a process is stopped, by a signal (`SIGSTOP`) or by a debugger.
+pub fn is_stopped(pid: u32) -> bool {
+    stat_fields(pid, &mut [0; 1024]).is_some_and(|(_, fields)| fields.starts_with(['T', 't']))
+}
+
 /// Returns the number of clock ticks in a second, the unit of CPU times and start times in `/proc`.
 pub fn ticks_per_second() -> u64 {
     // SAFETY: the call has no preconditions.

@@ -9,7 +9,7 @@ use crate::messages::{print_message, write_json_line};
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
 use crate::submissions::{LoopRequest, SubmissionQueue};
-use pagemill_sys::task;
+use pagemill_sys::{process, task};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -279,9 +279,7 @@ fn send_request<T>(
 /// Returns an error text if the controller at the other end of the socket is stopped (`SIGSTOP`, a debugger).
 fn stopped_controller(socket: &UnixStream) -> Option<String> {
     let pid = rustix::net::sockopt::socket_peercred(socket).ok()?.pid.as_raw_pid();
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let state = stat.rsplit_once(") ")?.1.chars().next()?;
-    matches!(state, 'T' | 't')
+    process::is_stopped(pid.cast_unsigned())
         .then(|| format!("its controller, process {pid}, is stopped; `kill -CONT {pid}` continues it"))
 }
 

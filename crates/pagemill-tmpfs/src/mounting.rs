@@ -601,8 +601,7 @@ pub fn users(device: u64, controller: u32) -> Vec<FileSystemUser> {
 }
 
 fn parent(pid: u32) -> Option<u32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    Some(pagemill_sys::process::usage(pid)?.parent_pid)
 }
 
 fn user(pid: u32, device: u64) -> Option<FileSystemUser> {
