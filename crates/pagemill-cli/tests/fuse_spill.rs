@@ -5,12 +5,16 @@ mod common;
 use common::fuse::{Fuse, is_mounted, may_use_fuse, started};
 use common::ram::{MIB, pattern, wait_until};
 use common::{PAGEMILL, TIMEOUT, TestFolder, finish, is_missing};
+use pagemill_fuse::{Mount, Options};
+use pagemill_ramfs::RamFs;
+use pagemill_store::{Faults, FaultyStore, MemoryStore};
 use rustix::fs::Advice;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// An empty folder for spill files.
 struct Disk {
@@ -203,4 +207,59 @@ fn unsuitable_spill_folders_are_refused() {
     assert!(err.contains("--spill-size is 0 B, but at least 1 MiB"), "{err}");
     let err = refusal(&["--fuse", "--spill", folder, "--size", "512K"]);
     assert!(err.contains("--spill needs a --size of 1 MiB or more, not 512 KiB"), "{err}");
+}
+
+/// The second segment of a file cannot be read from the store. A read of both through the kernel's readahead must fail
+/// there, and must not make the file shorter: the kernel takes a short answer for the end of a file.
+#[test]
+fn a_failed_read_does_not_end_the_file() {
+    let place = TestFolder::new();
+    if !may_use_fuse() {
+        return;
+    }
+    let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
+    let fs = RamFs::builder("faulty").bytes(MIB as u64).spill(store.clone(), 8 * MIB as u64).build().unwrap();
+    let point = place.path("mount");
+    fs::create_dir(&point).unwrap();
+    let mount = Mount::start(fs, &point, &Options { name: "faulty", threads: 2, allow_other: false }).unwrap();
+    let unmount = Unmount(point.clone());
+    let path = point.join("file");
+    fs::write(&path, pattern(1, MIB)).unwrap();
+    fs::write(point.join("other"), pattern(2, MIB)).unwrap();
+    let file = File::open(&path).unwrap();
+    // Brings only the first segment back into memory.
+    rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
+    rustix::fs::fadvise(&file, 0, None, Advice::Random).unwrap();
+    file.read_exact_at(&mut [0; 4096], 0).unwrap();
+    rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
+    rustix::fs::fadvise(&file, 0, None, Advice::Normal).unwrap();
+    store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
+    let segment = 256 << 10;
+    // A sequential reader has windows of readahead that cross the end of the segment.
+    let (mut bytes, mut at) = (vec![0; 4096], 0);
+    let error = loop {
+        match file.read_at(&mut bytes, at) {
+            Ok(len) => {
+                assert!(len > 0, "the file ends at {at}");
+                assert!(bytes[..len] == pattern(1, MIB)[at as usize..][..len], "other bytes at {at}");
+                at += len as u64;
+            }
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((error.raw_os_error(), at), (Some(libc::EIO), segment));
+    assert_eq!(file.metadata().unwrap().len(), MIB as u64);
+    store.set_faults(Faults::default());
+    assert!(read(&path) == pattern(1, MIB));
+    drop((file, unmount));
+    mount.wait();
+}
+
+/// Unmounts at the end of a test, also of one that fails.
+struct Unmount(PathBuf);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        let _ = pagemill_fuse::unmount(&self.0, false);
+    }
 }

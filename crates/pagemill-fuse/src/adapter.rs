@@ -138,6 +138,22 @@ fn reply_attr(reply: ReplyAttr, attr: Result<Attr, Error>) {
     }
 }
 
+/// Reads until the buffer is full or the file ends. Returns the number of bytes read.
+///
+/// # Errors
+///
+/// Those of [`File::read_at`], also after a part was read: the kernel takes a short answer for the end of the file.
+fn read_to_end(file: &File, to: &mut [u8], offset: u64) -> Result<usize, Error> {
+    let mut done = 0;
+    while done < to.len() {
+        match file.read_at(&mut to[done..], offset + done as u64)? {
+            0 => break,
+            more => done += more,
+        }
+    }
+    Ok(done)
+}
+
 fn reply_empty(reply: ReplyEmpty, result: Result<(), Error>) {
     match result {
         Ok(()) => reply.ok(),
@@ -352,7 +368,7 @@ impl Filesystem for Adapter {
                 buffer.resize(size_bytes, 0);
             }
             let file = self.open_file(ino, OpenOptions::new().read(true), &self.root);
-            match file.and_then(|file| file.read_at(&mut buffer[..size_bytes], offset)) {
+            match file.and_then(|file| read_to_end(&file, &mut buffer[..size_bytes], offset)) {
                 Ok(len) => reply.data(&buffer[..len]),
                 Err(error) => reply.error(errno(&error)),
             }
@@ -460,7 +476,7 @@ impl Filesystem for Adapter {
         const NAME_BYTES: u32 = 255;
         let usage = self.fs.usage();
         let page = usage.page_bytes;
-        let blocks = (usage.byte_limit + usage.spill_limit) / page;
+        let blocks = usage.byte_limit.saturating_add(usage.spill_limit) / page;
         let free = blocks.saturating_sub((usage.bytes + usage.spilled_bytes).div_ceil(page));
         let free_inodes = usage.inode_limit.saturating_sub(usage.inodes);
         reply.statfs(blocks, free, free, usage.inode_limit, free_inodes, page as u32, NAME_BYTES, page as u32);
