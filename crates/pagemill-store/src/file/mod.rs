@@ -52,7 +52,8 @@ pub(crate) struct FileHandle {
     pub(super) is_limited: bool,
     /// Whether the length of the file was changed since the last sync.
     pub(super) is_resized: AtomicBool,
-    /// Whether the store of the file was dropped. Rings then close the file after its last transfer.
+    /// Whether the store of the file was dropped. The ring of the engine then closes the file after its last transfer,
+    /// other rings at their next [`Ring::sweep`](super::Ring::sweep).
     pub(super) is_store_dropped: AtomicBool,
 }
 

@@ -210,6 +210,8 @@ impl Queue {
     /// [`Error::System`] with the ring's error.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
         self.cache.0.check()?;
+        // Closes files whose store was dropped.
+        self.ring.sweep();
         let begun = Instant::now();
         loop {
             let rest = timeout.saturating_sub(begun.elapsed());
