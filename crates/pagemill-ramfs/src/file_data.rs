@@ -86,7 +86,7 @@ impl FileData {
         while at < end {
             let Ok(Some(data)) = self.seek_data_in(at..end) else { break };
             let hole = self.seek_hole_in(data..end).unwrap_or(end).next_multiple_of(page_bytes);
-            sum += hole - data / page_bytes * page_bytes;
+            sum += hole.saturating_sub(data / page_bytes * page_bytes);
             at = hole.max(data + 1);
         }
         sum

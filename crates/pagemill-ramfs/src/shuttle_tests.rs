@@ -1,7 +1,7 @@
 //! Path walks, renames and shrinks at the same time, in random schedules.
 
 use crate::fs::volatile::Purge;
-use crate::{Builder, Error, OpenOptions, RamFs, Rename};
+use crate::{Builder, Error, OpenOptions, RamFs, Rename, Whence};
 use pagemill_core::sync::modelled::reset_clock;
 use pagemill_core::units::PageSize;
 use pagemill_store::MemoryStore;
@@ -16,6 +16,9 @@ const PCT_DEPTH: usize = 4;
 
 /// Maximum number of steps of a run. A longer run waits for an event that never comes.
 const MAX_STEPS: usize = 2_000_000;
+
+/// Bytes of a segment of the spill store.
+const SEGMENT: usize = 256 << 10;
 
 /// Number of schedules of each kind. Reserved addresses are never freed, so there are few.
 const RUNS: usize = 60;
@@ -149,17 +152,18 @@ fn unmarks_meet_purges() {
     });
 }
 
+/// Adds a spill store in memory.
+fn spill_to_memory(builder: Builder) -> Builder {
+    let store = Arc::new(MemoryStore::new(Vec::new(), 512));
+    builder.page(PageSize::new(64 << 10).unwrap()).spill(store, 8 << 20)
+}
+
 /// A file of five segments, of which four fit into memory, is truncated while one thread reads it and one writes another
 /// file, so that segments of the first move in both directions. The file must have its new length, its bytes, and zeros
 /// behind them when it grows again.
 #[test]
 fn truncations_meet_moves_to_the_spill_store() {
-    const SEGMENT: usize = 256 << 10;
-    let settings = |builder: Builder| {
-        let store = Arc::new(MemoryStore::new(Vec::new(), 512));
-        builder.page(PageSize::new(64 << 10).unwrap()).spill(store, 8 << 20)
-    };
-    run_with_settings(settings, |fs| {
+    run_with_settings(spill_to_memory, |fs| {
         fs.write("/file", &vec![1; 5 * SEGMENT]).unwrap();
         let file = fs.open("/file", &OpenOptions::new().read(true).write(true)).unwrap();
         let reading = fs.clone();
@@ -181,5 +185,43 @@ fn truncations_meet_moves_to_the_spill_store() {
         let bytes = fs.read("/file").unwrap();
         assert!(bytes[..100_000].iter().all(|byte| *byte == 1) && bytes[100_000..].iter().all(|byte| *byte == 0));
         assert!(fs.read("/other").unwrap().iter().all(|byte| *byte == 3));
+    });
+}
+
+/// A file that fills memory is truncated while another thread writes a file. The write must find room: in the spill
+/// store, or through the truncation.
+#[test]
+fn writes_meet_truncations_with_a_full_memory() {
+    run_with_settings(spill_to_memory, |fs| {
+        fs.write("/file", &vec![1; 4 * SEGMENT]).unwrap();
+        let file = fs.open("/file", &OpenOptions::new().write(true)).unwrap();
+        let writing = fs.clone();
+        let writer = shuttle::thread::spawn(move || writing.write("/other", &[3]).unwrap());
+        file.set_size(0).unwrap();
+        writer.join().unwrap();
+        assert_eq!(fs.read("/other").unwrap(), [3]);
+    });
+}
+
+/// A thread looks for data and holes of a file while another one truncates and extends it. Each search must return an
+/// offset from its start on, or none.
+#[test]
+fn searches_meet_truncations() {
+    run_with_settings(spill_to_memory, |fs| {
+        fs.write("/file", b"begin").unwrap();
+        let file = fs.open("/file", &OpenOptions::new().write(true)).unwrap();
+        file.set_size(4 * SEGMENT as u64).unwrap();
+        let searching = fs.clone();
+        let searcher = shuttle::thread::spawn(move || {
+            let file = searching.open("/file", &OpenOptions::new().read(true)).unwrap();
+            let start = 3 * SEGMENT as u64;
+            for whence in [Whence::Data, Whence::Hole] {
+                assert!(file.seek(whence, start).unwrap_or(start) >= start);
+                file.metadata().unwrap();
+            }
+        });
+        file.set_size(0).unwrap();
+        file.set_size(4 * SEGMENT as u64).unwrap();
+        searcher.join().unwrap();
     });
 }

@@ -1,5 +1,6 @@
 //! A file system with a spill store: random operations against a model, also with a store that fails; several threads
 //! with more data than memory; limits, pinned files, and space that returns.
+#![allow(unsafe_code)] // forks
 
 use fastrand::Rng;
 use pagemill_core::units::PageSize;
@@ -476,4 +477,96 @@ fn refused_mappings_disturb_no_writes() {
         is_done.store(true, std::sync::atomic::Ordering::Relaxed);
         written.unwrap();
     });
+}
+
+/// A fork child truncates, punches, writes and reads a file of its parent's file system, whose bytes are partly in the
+/// store. Each call must fail, and the parent's bytes must stay.
+#[test]
+fn a_fork_child_changes_nothing() {
+    let (testbed, bytes) = (Testbed::for_test(), vec![7; 2 * MIB as usize]);
+    let builder = RamFs::builder("fork").bytes(MIB).spill(memory_store(), 8 * MIB);
+    let fs = builder.build_in(testbed.slabs, testbed.caches).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let on_disk = Arc::new(pagemill_store::FileStore::create(folder.path().join("spill")).unwrap());
+    let disk_fs = RamFs::builder("fork").bytes(MIB).spill(on_disk, 8 * MIB);
+    let disk_fs = disk_fs.build_in(testbed.slabs, testbed.caches).unwrap();
+    let files = [&fs, &disk_fs].map(|fs| {
+        fs.write("/file", &bytes).unwrap();
+        open(fs, "/file")
+    });
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
+    unsafe { testbed.instance.before_fork() };
+    // SAFETY: the child ends without returning to the test.
+    let child = unsafe { libc::fork() };
+    // SAFETY: called after `before_fork`.
+    unsafe { testbed.instance.after_fork() };
+    if child == 0 {
+        // SAFETY: the process is a new child, and this is its only thread.
+        unsafe { testbed.instance.begin_child() };
+        let all_fail = files.iter().all(|file| {
+            file.read_at(&mut [0; 10], 0).is_err()
+                && file.write_at(b"x", 0).is_err()
+                && file.allocate(Allocate::Punch, 0, MIB).is_err()
+                && file.allocate(Allocate::ZeroKeepSize, 0, MIB).is_err()
+                && file.set_size(0).is_err()
+        });
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(!all_fail)) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child of this test, and writes `status`.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert!([&fs, &disk_fs].iter().all(|fs| fs.read("/file").unwrap() == bytes));
+}
+
+/// Memory is full of clean pages of a file with a store of its own. A write into a segment in the spill store must evict
+/// them.
+#[test]
+fn clean_pages_make_room_for_spilled_data() {
+    let fs = new();
+    fs.write("/small", &[1; 100_000]).unwrap();
+    // Moves the small file to the store.
+    fs.write("/large", &vec![2; MIB as usize]).unwrap();
+    fs.remove_file("/large").unwrap();
+    let stored = open(&fs, "/stored");
+    stored.set_store(Arc::new(MemoryStore::new(vec![3; 2 * MIB as usize], 512))).unwrap();
+    assert_eq!(read_all(&stored, 2 * MIB as usize, 0).unwrap(), vec![3; 2 * MIB as usize]);
+    assert_eq!(fs.usage().spilled_bytes, 25 * 4096);
+    let small = open(&fs, "/small");
+    small.write_at(b"x", 200_000).unwrap();
+    assert_eq!(fs.usage().spilled_bytes, 0);
+    assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
+}
+
+/// A file that stays in memory leaves too little room for a write. Volatile files whose bytes are all in the store must
+/// stay: to purge them frees no memory.
+#[test]
+fn spilled_volatile_files_stay_while_the_store_has_room() {
+    let fs = new();
+    fs.write("/cache", &vec![1; 200_000]).unwrap();
+    fs.write("/pinned", &vec![2; MIB as usize - 40 * 1024]).unwrap();
+    assert!(open(&fs, "/pinned").mapping().is_some());
+    fs.mark_volatile("/cache").unwrap();
+    assert!(matches!(write_all(&open(&fs, "/other"), &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
+    assert!(!fs.unmark_volatile("/cache").unwrap());
+    assert_eq!(fs.read("/cache").unwrap(), vec![1; 200_000]);
+}
+
+/// Writes that would end behind the largest offset must be refused, with and without a quota and a spill store.
+#[test]
+fn offsets_have_a_limit() {
+    let testbed = Testbed::for_test();
+    let plain = RamFs::builder("plain").bytes(MIB).build_in(testbed.slabs, testbed.caches).unwrap();
+    for fs in [plain, new()] {
+        fs.create_dir("/team").unwrap();
+        fs.set_quota("/team", Quota { bytes: MIB, inodes: 10 }).unwrap();
+        for path in ["/file", "/team/file"] {
+            let file = open(&fs, path);
+            for offset in [u64::MAX - 1, u64::MAX, i64::MAX as u64] {
+                assert!(matches!(file.write_at(b"xy", offset), Err(Error::Invalid { .. })), "{path} {offset}");
+            }
+            assert_eq!(file.size_bytes(), 0);
+        }
+    }
 }

@@ -68,12 +68,16 @@ impl Inner {
         }
         let _writing = active.writing.lock();
         let offset = offset.unwrap_or_else(|| self.size_of(active));
+        if offset.checked_add(from.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(Error::Invalid { what: "an offset beyond the largest one" });
+        }
         self.note_modified(active.inode, keeps_set_id)?;
         let data = self.data_for_write(active)?;
+        let lacks_space = || self.spill.as_ref().is_some_and(|spill| spill.lacks_space());
         let written = loop {
             match self.write_bytes(data, from, offset, || self.purge_one(Purge::Memory)) {
                 // Frees space in the spill store, so that other data can move there.
-                Err(Error::NoSpace { .. }) if self.spill.is_some() && self.purge_one(Purge::Anywhere) => {}
+                Err(Error::NoSpace { .. }) if lacks_space() && self.purge_one(Purge::Anywhere) => {}
                 written => break written?,
             }
         };

@@ -104,8 +104,11 @@ impl Inner {
     /// spill store.
     fn purge(&self, handle: InodeHandle, which: Purge) -> bool {
         let Ok(inode) = self.inode(handle) else { return false };
-        let is_wanted =
-            |data: &Arc<FileData>| data.is_purgeable() && (which == Purge::Anywhere || data.has_bytes_in_memory());
+        let has_bytes = |data: &FileData| match which {
+            Purge::Memory => data.has_bytes_in_memory(),
+            Purge::Anywhere => matches!(data.seek_data_in(0..u64::MAX), Ok(Some(_))),
+        };
+        let is_wanted = |data: &Arc<FileData>| data.is_purgeable() && has_bytes(data);
         let Some(data) = self.data_of(&inode).filter(is_wanted) else { return false };
         // The purge is recorded before it happens, so that no caller takes an emptied file for a kept one.
         let mut is_marked = false;

@@ -1,5 +1,6 @@
 //! Reads and writes of files with segments in the spill store.
 
+use super::extents::Extent;
 use super::segments::{PageSet, Segment, Segments};
 use super::{MAX_WAIT_NS, Spill, store_failed};
 use crate::error::{Error, Result};
@@ -16,6 +17,7 @@ impl Spill {
     ///
     /// Those of the store and of the mapping, if nothing was read.
     pub fn read(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
+        self.cache.check_process()?;
         let mut done = 0;
         while done < to.len() {
             let at = offset.saturating_add(done as u64);
@@ -95,9 +97,8 @@ impl Spill {
         write: impl Fn(&[u8], u64) -> Result<usize>,
         purge: impl Fn() -> bool,
     ) -> Result<usize> {
-        if offset.checked_add(from.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
-            return write(from, offset); // fails
-        }
+        debug_assert!(offset.checked_add(from.len() as u64).is_some(), "the caller checked the range");
+        self.cache.check_process()?;
         let mut done = 0;
         while done < from.len() {
             let at = offset + done as u64;
@@ -204,6 +205,7 @@ impl Spill {
     ///
     /// [`Error::NoSpace`], errors of the store. The file's segments then move as before.
     pub fn keep_in_memory(&self, data: &Arc<FileData>, segments: &Segments) -> Result<()> {
+        self.cache.check_process()?;
         if segments.is_kept_in_memory() {
             return Ok(());
         }
@@ -233,23 +235,22 @@ impl Spill {
             }
         });
         restored.inspect_err(|_| segments.set_kept_in_memory(false))?;
-        indices.iter().for_each(|index| self.forget(segments, *index));
+        let copies = indices.into_iter().filter_map(|index| self.take_segment(segments, index));
+        copies.for_each(|(copy, pages)| self.extents.free(copy, pages));
         Ok(())
     }
 
-    /// Removes a segment and frees its copy. The mapping does not change.
-    pub(super) fn forget(&self, segments: &Segments, index: u64) {
+    /// Removes a segment. Returns its copy, which the caller frees. The mapping does not change.
+    pub(super) fn take_segment(&self, segments: &Segments, index: u64) -> Option<(Extent, PageSet)> {
         let _locked = self.lock(segments, index);
-        let Some(segment) = segments.get(index) else { return };
+        let segment = segments.get(index)?;
         segments.remove(index);
         if !segment.is_resident {
             self.spilled_pages.fetch_sub(segment.pages.count(), Relaxed);
         } else if segment.copy.is_some() {
             self.unchanged_copies.fetch_sub(1, Relaxed);
         }
-        if let Some(copy) = segment.copy {
-            self.extents.free(copy, segment.pages);
-        }
+        segment.copy.map(|copy| (copy, segment.pages))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Truncation, holes and zeros in files with segments in the spill store.
 
 use super::Spill;
+use super::extents::Extent;
 use super::segments::{Frozen, PageSet, Segment, Segments};
 use crate::error::Result;
 use crate::file_data::FileData;
@@ -13,23 +14,34 @@ impl Spill {
     /// # Errors
     ///
     /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store the length is unchanged,
-    /// but bytes beyond `size_bytes` may read zero.
+    /// but bytes behind `size_bytes` in the same segment may read zero.
     pub fn truncate(&self, data: &FileData, segments: &Segments, size_bytes: u64) -> Result<()> {
+        self.cache.check_process()?;
         if size_bytes >= data.mapping.size_bytes() {
             return Ok(data.mapping.truncate(size_bytes)?);
         }
-        let _frozen = Frozen::begin(segments);
-        let indices = segments.indices(self.index_of(size_bytes)..u64::MAX);
-        for index in &indices {
-            let start = size_bytes.saturating_sub(self.range_of(*index).start);
-            self.clear_in_segment(data, segments, *index, start..self.segment_bytes, Clear::Punch, || Ok(()))?;
+        let frozen = Frozen::begin(segments);
+        let (last, first_behind) = (self.index_of(size_bytes), size_bytes.div_ceil(self.segment_bytes));
+        if last < first_behind {
+            let inside = size_bytes - self.range_of(last).start;
+            self.clear_in_segment(data, segments, last, inside..self.segment_bytes, Clear::Punch, || Ok(()))?;
         }
+        // Waits for moves that began before: a restore behind the new end would make the file longer again.
+        segments.indices(first_behind..u64::MAX).into_iter().for_each(|index| drop(self.lock(segments, index)));
         data.mapping.truncate(size_bytes)?;
-        let is_behind = |index: &&u64| self.range_of(**index).start >= size_bytes;
-        indices.iter().filter(is_behind).for_each(|index| self.forget(segments, *index));
-        // Counted before the thaw, so that an eviction that waited in `take_turn` sees that memory became free.
+        // Counted before the segments are removed, because an eviction that waits in `take_turn` then continues.
         self.count_release();
+        let copies = self.take_copies(segments, first_behind);
+        drop(frozen);
+        copies.into_iter().for_each(|(copy, pages)| self.extents.free(copy, pages));
         Ok(())
+    }
+
+    /// Removes the segments from `first` on. Returns their copies, which the caller frees. So no eviction waits for the
+    /// store.
+    fn take_copies(&self, segments: &Segments, first: u64) -> Vec<(Extent, PageSet)> {
+        let indices = segments.indices(first..u64::MAX);
+        indices.into_iter().filter_map(|index| self.take_segment(segments, index)).collect()
     }
 
     /// Frees the memory of a range, which reads zero then. The caller has the lock `writing`.
@@ -65,6 +77,7 @@ impl Spill {
         how: Clear,
         clear_in_memory: impl Fn(Range<u64>) -> Result<()>,
     ) -> Result<()> {
+        self.cache.check_process()?;
         for index in segments.indices(self.index_of(range.start)..range.end.div_ceil(self.segment_bytes)) {
             let whole = self.range_of(index);
             let part = range.start.max(whole.start)..range.end.min(whole.end);
@@ -122,11 +135,15 @@ impl Spill {
 
     /// Frees the pages, segments and copies of a file that has no users.
     pub fn free(&self, data: &FileData, segments: &Segments) {
+        if self.cache.check_process().is_err() {
+            return;
+        }
         // Evictions wait from here on, until the memory is free.
         segments.set_frozen(true);
         let _ = data.mapping.truncate(0);
         self.count_release();
-        segments.indices(0..u64::MAX).iter().for_each(|index| self.forget(segments, *index));
+        let copies = self.take_copies(segments, 0);
+        copies.into_iter().for_each(|(copy, pages)| self.extents.free(copy, pages));
     }
 }
 

@@ -40,7 +40,7 @@ use segments::{MAX_PAGES, PageSet, Segment};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::AcqRel;
+use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 /// Bytes of a segment, unless a page is larger.
 const SEGMENT_BYTES: u64 = 256 << 10;
@@ -69,6 +69,8 @@ pub(crate) struct Spill {
     spilled_pages: AtomicU64,
     /// Number of copies of resident segments.
     unchanged_copies: AtomicU64,
+    /// Whether the last call of `make_room` met a store that is full or fails.
+    lacks_space: AtomicBool,
     /// The cache of all files.
     cache: PageCache,
     page_bytes: u64,
@@ -110,6 +112,7 @@ impl Spill {
             releases: AtomicU64::new(0),
             spilled_pages: AtomicU64::new(0),
             unchanged_copies: AtomicU64::new(0),
+            lacks_space: AtomicBool::new(false),
             cache,
             page_bytes,
             segment_bytes,
@@ -124,6 +127,11 @@ impl Spill {
     /// Returns the bytes that are in the store only.
     pub fn spilled_bytes(&self) -> u64 {
         self.spilled_pages.load(Relaxed) * self.page_bytes
+    }
+
+    /// Returns whether the last eviction stopped because the store is full or fails.
+    pub fn lacks_space(&self) -> bool {
+        self.lacks_space.load(Relaxed)
     }
 
     /// Returns the maximum bytes of copies in the store.
@@ -181,6 +189,7 @@ impl Spill {
         let (mut freed, mut own_releases, mut has_dropped_copies) = (0, 0, false);
         // In a second round no segment gets a second chance, so the two rounds reach all.
         let (round, mut turns) = (self.order.len(), 0);
+        self.lacks_space.store(false, Relaxed);
         while freed < bytes && turns < 2 * round {
             let taken = match self.order.take_first() {
                 First::Entry(taken) => taken,
@@ -203,6 +212,7 @@ impl Spill {
                 Err(_) => {
                     taken.put_back();
                     if has_dropped_copies || !self.drop_copies() {
+                        self.lacks_space.store(true, Relaxed);
                         break;
                     }
                     has_dropped_copies = true;
@@ -307,7 +317,7 @@ impl Spill {
         let full =
             || Error::NoSpace { what: "bytes", used: self.cache.charged_bytes(), limit: self.cache.limit_bytes() };
         // Saves the transfer if there is no room anyway.
-        if self.cache.charged_bytes() + self.bytes_of(old.pages) > self.cache.limit_bytes() {
+        if !self.cache.make_room(self.bytes_of(old.pages)) {
             return Err(full());
         }
         let Range { start, end } = self.range_of(index);

@@ -171,7 +171,11 @@ impl Segments {
     pub fn seek_data_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<Option<u64>> {
         self.by_index.with(|segments| {
             let resident = mapping.seek_data_in(range.clone())?;
+            // The file may have become shorter since.
             let end = mapping.size_bytes().min(range.end);
+            if range.start >= end {
+                return Ok(None);
+            }
             let last = self.spill.index_of(resident.unwrap_or(end));
             let spilled = segments.range(self.spill.index_of(range.start)..=last).find_map(|(index, segment)| {
                 let start = self.spill.range_of(*index).start;
@@ -186,8 +190,10 @@ impl Segments {
     /// As [`Mapping::seek_hole_in`], with the pages that are in the store only.
     pub fn seek_hole_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<u64> {
         self.by_index.with(|segments| {
-            let end = mapping.size_bytes().min(range.end);
-            let mut at = mapping.seek_hole_in(range)?;
+            let start = range.start;
+            let mut at = mapping.seek_hole_in(range.clone())?;
+            // The file may have become shorter since.
+            let end = mapping.size_bytes().min(range.end).max(start);
             while at < end {
                 let whole = self.spill.range_of(self.spill.index_of(at));
                 let segment = segments.get(&self.spill.index_of(at)).filter(|segment| !segment.is_resident);

@@ -727,6 +727,30 @@ impl PageCache {
         self.0.limit_bytes
     }
 
+    /// Evicts and writes back folios of files with a store until `bytes` more fit under the limit. Returns whether they
+    /// fit, until another thread allocates them.
+    pub fn make_room(&self, bytes: u64) -> bool {
+        let cache = &self.0;
+        let frees_some =
+            || cache.make_room(bytes) || cache.clean_some(bytes).unwrap_or(false) || cache.evict_at_last(bytes);
+        // Another thread may allocate the freed memory first. Then this thread evicts again.
+        while !cache.fits_limit(bytes) {
+            if bytes > cache.limit_bytes || !frees_some() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Returns an error in a fork child of the process that created the cache.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`].
+    pub fn check_process(&self) -> Result<()> {
+        self.0.check()
+    }
+
     /// Returns the total bytes of all folios of the cache's files. The cache's limit bounds this number.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes.load(Relaxed)
