@@ -1,5 +1,5 @@
-//! Counts the instructions per operation of a workload with valgrind. The count is exact, and is equal on all machines
-//! with the same binary.
+//! Counts the instructions per operation of a workload with valgrind. The count has nearly no noise. It is
+//! comparable on machines with the same C library and CPU features, which select functions such as `memcpy`.
 
 use std::process::Command;
 use std::time::Duration;

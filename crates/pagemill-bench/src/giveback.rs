@@ -31,7 +31,7 @@ const LONGEST_MALLOC_BEFORE_MS: &str = "longest_malloc_quiet_ms";
 
 /// The metrics, and their columns of the table.
 const COLUMNS: [(Metric, &str); 5] = [
-    (Metric::lower(HELD_MIB, "MiB"), "MiB held when asked"),
+    (Metric::lower(HELD_MIB, "MiB"), "MiB before the return"),
     (Metric::higher(RETURNED_MIB, "MiB"), "MiB returned"),
     (Metric::lower(WALL_MS, "ms"), "ms"),
     // A subject that has little to return needs little time, so its time is no baseline. Only the delay of other

@@ -251,10 +251,10 @@ fn add_rows(study: &mut Study<'_, Case>, subjects: &[&Subject]) {
     let metadata = [
         (Metric::lower(FRAME_BYTES, "B"), "frames, B a page"),
         (Metric::lower(INDEX_BYTES, "B"), "index, B a page"),
-        (Metric::lower(ADDED_BYTES, "B"), "resident beside the data, B a page"),
-        (Metric::lower(HUGE_SHARE, "1"), "share in huge pages"),
+        (Metric::lower(ADDED_BYTES, "B"), "resident in addition to the data, B a page"),
+        (Metric::higher(HUGE_SHARE, "1"), "share in huge pages"),
     ];
-    study.rows_as(&SIZES_CASE, "metadata", subjects, "what is beside the data", &metadata);
+    study.rows_as(&SIZES_CASE, "metadata", subjects, "memory in addition to the data", &metadata);
     let table = "files of 1 KiB in one cache: bytes over those rounded up to pages";
     let sizes = [
         (Metric::lower(RESIDENT_RATIO, "x"), "resident"),

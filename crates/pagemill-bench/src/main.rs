@@ -55,10 +55,10 @@ use crate::page::{Page, Section};
 use crate::report::Report;
 use crate::suite::Entry;
 
-/// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
+/// Measures Pagemill against other allocators, file systems, caches and fio, in one run on this machine.
 ///
-/// Without the name of an experiment, runs all of them in a short form, in under four minutes on 2 CPUs, and prints the
-/// results of the five ideas.
+/// Without the name of an experiment, runs all of them in a short form, in under four minutes on 2 CPUs, and prints a
+/// table that compares Pagemill with the five published results on which it is based.
 ///
 /// Exit status: 0 on success; 1 if a wrong answer was found or, with --strict, a target was missed; 2 if nothing could
 /// be measured. After an interrupt it stops all processes that it started, then ends by the same signal.

@@ -1,4 +1,4 @@
-//! The memory of a process's page caches, by cache name and by memory node, as the process reports it.
+//! The memory of a process's page caches, by cache name and by NUMA node, as the process reports it.
 
 use crate::columns::{self, Heading};
 use crate::requests::{Interrupt, unanswered_reason};
@@ -48,7 +48,7 @@ type CacheColumn = (&'static str, fn(&Usage) -> u64);
 const SUMMED_COLUMNS: [CacheColumn; 6] = [
     ("huge", |usage| usage.huge),
     ("small", |usage| usage.small),
-    ("locked", |usage| usage.locked),
+    ("pinned", |usage| usage.pinned),
     ("free", |usage| usage.free),
     ("frames", |usage| usage.frames),
     ("index", |usage| usage.index),
@@ -92,7 +92,7 @@ fn column_sums(rows: &[(Holder, Usage)]) -> ColumnSums {
     sums
 }
 
-/// Returns the column sums for each memory node. Unused index nodes of xarrays belong to no memory node and are not
+/// Returns the column sums for each NUMA node. Unused index nodes of xarrays belong to no NUMA node and are not
 /// counted.
 fn sums_by_node(rows: &[(Holder, Usage)]) -> BTreeMap<usize, ColumnSums> {
     let mut nodes: BTreeMap<usize, ColumnSums> = BTreeMap::new();
@@ -228,12 +228,12 @@ mod tests {
     use super::*;
 
     fn cache_usage(name: &str, node: usize, bytes: u64) -> Usage {
-        let parts = Usage { huge: bytes, small: bytes, locked: bytes, free: bytes, ..Usage::default() };
+        let parts = Usage { huge: bytes, small: bytes, pinned: bytes, free: bytes, ..Usage::default() };
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// The page caches are on two memory nodes. The table must have a row for each cache, for each node, and for the
-    /// sum. Unused index nodes must count for no memory node.
+    /// The page caches are on two NUMA nodes. The table must have a row for each cache, for each node, and for the
+    /// sum. Unused index nodes must count for no NUMA node.
     #[test]
     fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;

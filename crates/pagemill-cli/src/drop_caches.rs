@@ -14,7 +14,8 @@ use std::process::ExitCode;
 #[command(after_help = "\
 Dirty pages, pinned pages, and files that exist in memory only stay. Slab caches move objects together, and return the \
 memory of empty slabs. The process executes the commands itself; if that takes longer than 2 seconds, it continues after \
-the answer. `pagemill trim` returns free and volatile memory. Only the user of a process may drop its caches.")]
+the answer. `pagemill trim` returns free and volatile memory. Only the user of a process may drop its \
+caches; root must first become that user (`setpriv --reuid=USER`).")]
 pub struct DropCaches {
     /// A process that uses the crate, or a `pagemill run`, which stands for all processes of its tree.
     pid: u32,

@@ -18,8 +18,10 @@ use std::process::ExitCode;
 #[command(after_help = "\
 Memory in use stays as it is; what becomes resident later follows the setting. `always` and `never` of a process \
 override what the program and the policies of its page caches choose; `auto` ends that. `never` also ends background \
-collapses. Only the user of a process can change it. To change a mount needs CAP_SYS_ADMIN; all mounts of its file \
-system change. Without WHEN, the command prints the setting.")]
+collapses. Only the user of a process can change it; root must first become that user (`setpriv --reuid=USER`). \
+To change a mount needs CAP_SYS_ADMIN; all mounts of its file \
+system change. Without WHEN, the command prints the setting. A mount point \
+whose name is a number is written as ./123.")]
 pub struct Huge {
     /// A process on Pagemill, a `pagemill run`, which stands for the processes that its tree has now, or the mount point
     /// of a tmpfs.
@@ -35,16 +37,16 @@ pub struct Huge {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum When {
-    /// As the program and the policies of its page caches choose.
+    /// Do as the program and the policies of its page caches choose.
     Auto,
-    /// All memory for which there is a huge page.
+    /// Use a huge page for each new range, if the kernel has one.
     Always,
-    /// What lies within the length of the file (tmpfs).
+    /// Use huge pages only within the length of the file (tmpfs).
     #[value(name = "within_size")]
     WithinSize,
-    /// Where a program advises it by madvise (tmpfs).
+    /// Use huge pages only where a program advises them by madvise (tmpfs).
     Advise,
-    /// No memory.
+    /// Make no huge pages.
     Never,
 }
 

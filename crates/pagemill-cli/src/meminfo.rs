@@ -1,5 +1,5 @@
 //! `pagemill meminfo [PID]`: shows how much memory processes have allocated from Pagemill, and how much of it could be
-//! returned at once. Also shows the memory by memory node and by cache.
+//! returned at once. Also shows the memory by NUMA node and by cache.
 
 use crate::caches::{self, CachesReport};
 use crate::fail;
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 #[command(after_help = "\
 The process measures its memory when this command requests it. If the process does not answer, its last published \
 values are shown with their age. Root sees the processes of all users. `pagemill trim` returns the giveable memory.\n\n\
-Each page cache of the process has a row. The columns HUGE to INDEX add up to the cache's memory. LOCKED: folios that \
+Each page cache of the process has a row. The columns HUGE to INDEX add up to the cache's memory. PINNED: folios that \
 are pinned or held. FREE: unused pages. #: the number of the cache in `pagemill trace`. (no cache): memory that stays \
 after a cache ended. If the process does not answer within 2 seconds, only the sums over all caches are shown.")]
 pub struct Meminfo {
@@ -281,7 +281,7 @@ fn wait_a_second(interrupt: &Interrupt) -> bool {
     !interrupt.has_signal()
 }
 
-/// Resident bytes of a process on one memory node.
+/// Resident bytes of a process on one NUMA node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct NodeMemory {
     /// Resident bytes in Pagemill's arenas, in use or free.
@@ -290,7 +290,7 @@ struct NodeMemory {
     process: u64,
 }
 
-/// Parses `/proc/PID/numa_maps`. Returns the resident bytes for each memory node. The map is empty if the kernel does
+/// Parses `/proc/PID/numa_maps`. Returns the resident bytes for each NUMA node. The map is empty if the kernel does
 /// not provide that file.
 fn parse_numa_maps(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, NodeMemory> {
     let mut nodes: BTreeMap<u32, NodeMemory> = BTreeMap::new();

@@ -24,14 +24,15 @@ use std::time::Duration;
 /// Time for which the controller retries to unmount a busy file system when it ends.
 const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 
-/// Memory is used and returned as files are created and removed. A file or folder with the attribute
-/// user.pagemill.volatile may be purged before a limit is reached: `full` as a whole, `partial` from its end
-/// (`pagemill mark`).
+/// Memory is used and returned as files are created and removed. Needs root, unless --fuse is given. Files with the
+/// attribute user.pagemill.volatile, or below a folder with it, may be purged before a limit is reached: `full` as a
+/// whole, `partial` from the end (`pagemill mark`).
 ///
-/// The file system has one size. Near the limit of a memory control group, the size is reduced so that no
-/// writer of that group is killed; the reduced size then applies to all writers.
+/// The file system has one size. Near the limit of a memory control group, the size is reduced, so that writers of the
+/// group usually get ENOSPC before the kernel kills them. The reduced size then applies to all writers.
 ///
-/// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again after a controller
+/// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8), and without --daemon also by SIGHUP (a
+/// closed terminal). All files are lost then. If the file system is busy, it stays mounted after a signal. Mounting again after a controller
 /// was killed takes over the mount, with its size. A --daemon in a private mount namespace ends with the last other
 /// process there.
 ///

@@ -32,12 +32,14 @@ const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
 /// cannot be started or limited, 2 for a usage error of `run` itself.
 ///
-/// If `run` is killed (SIGKILL), the kernel kills the program too; with a group of --limit-kernel, also its children.
+/// If `run` is killed (SIGKILL), the kernel kills the program, too. Its children continue. In a control group of version 2
+/// made by --limit-kernel (Linux 5.14, no systemd scope), a guard process kills the children.
 #[derive(clap::Args)]
 pub struct Run {
-    /// Limit the resident memory of the allocators of the program and all its children together: 512M, 2G, or 50% of
-    /// the smallest memory limit of the control groups above this process, and at most of the machine's memory. At the
-    /// limit, the processes return free memory; then allocations fail with ENOMEM. A program into which the allocator
+    /// Limit the resident memory of the allocators of the program and all its children together. SIZE is a number of
+    /// bytes (512M, 2G) or a percentage. 50% is half of the smallest control-group limit above this process, or half of
+    /// the machine's memory if that is smaller. At the limit, the processes return free memory; then allocations fail
+    /// with ENOMEM. A program into which the allocator
     /// cannot be preloaded is refused (status 126). [env: PAGEMILL_LIMIT]
     #[arg(long, value_name = "SIZE")]
     limit: Option<LimitSize>,
@@ -47,8 +49,8 @@ pub struct Run {
     #[arg(long)]
     force: bool,
 
-    /// Let the kernel limit all memory of the program and its children together. Beyond the limit, the kernel kills.
-    /// SIZE is as for --limit. Creates a systemd scope, or a control group if there is none, and removes it at the end.
+    /// Let the kernel limit all memory of the program and its children together. At the limit, the kernel drops file
+    /// pages, then kills a process of the tree. SIZE is as for --limit. Creates a systemd scope, or a control group if there is none, and removes it at the end.
     #[arg(long, value_name = "SIZE")]
     limit_kernel: Option<LimitSize>,
 
@@ -58,7 +60,8 @@ pub struct Run {
     #[arg(long = "return", value_name = "WHEN")]
     return_after: Option<Return>,
 
-    /// Memory that becomes resident at once where no huge page is used: 4K to 8M. For allocations from 64 KiB up only
+    /// Memory that becomes resident at once where no huge page is used: a power of two from the size of an OS page to 8M.
+    /// For allocations from 64 KiB up only
     /// if the kernel offers pages of 16 KiB to 1 MiB (see `pagemill doctor`). [env: PAGEMILL_PAGE_SIZE]
     #[arg(long, value_name = "SIZE", value_parser = parse_page_size)]
     page_size: Option<PageSize>,
@@ -114,7 +117,7 @@ pub struct Run {
     #[arg(long, conflicts_with = "no_huge")]
     huge_advised: bool,
 
-    /// Act as if the machine had this many memory nodes, to test node code.
+    /// Act as if the machine had this many NUMA nodes, to test node code.
     #[arg(long, value_name = "COUNT", hide = true, value_parser = clap::value_parser!(u32).range(1..=64))]
     nodes: Option<u32>,
 

@@ -31,7 +31,8 @@ Returns free memory, and volatile memory, whose contents are lost. Begins with t
 and with SIZE stops after about that much. A process returns the free memory of all its allocations below 64 KiB \
 together, even if this is more than SIZE. RETURNED is the memory that the kernel took back, as the process counts it. \
 RSS is the resident memory of the process as the kernel counts it, before and after. `pagemill meminfo` shows how much \
-is giveable. Only the user of a process can trim it."
+is giveable. Only the user of a process can trim it; root must \
+first become that user (`setpriv --reuid=USER`)."
 )]
 pub struct Trim {
     /// PID: a process on Pagemill, or a `pagemill run`, which stands for all processes of its tree; omitted with --tree

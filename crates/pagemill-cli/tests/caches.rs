@@ -18,7 +18,7 @@ use std::time::Instant;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-const SUMMED_COLUMNS: [&str; 6] = ["huge", "small", "locked", "free", "frames", "index"];
+const SUMMED_COLUMNS: [&str; 6] = ["huge", "small", "pinned", "free", "frames", "index"];
 
 /// The tests run this test binary as a child with this variable set. In the child, the test `program` is the program
 /// that the tests observe.
@@ -27,8 +27,8 @@ const PROGRAM_VARIABLE: &str = "CACHES_TEST_PROGRAM";
 /// Prints the process id and, for each cache, the usage that the library reports to this program: the memory by kind,
 /// the charged bytes, and the dirty bytes. Then waits for a line of input.
 fn print_usage_and_wait(caches: &[&PageCache]) {
-    let parts = |Usage { huge, small, locked, free, frames, index, charged, dirty, .. }: Usage| {
-        [huge, small, locked, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
+    let parts = |Usage { huge, small, pinned, free, frames, index, charged, dirty, .. }: Usage| {
+        [huge, small, pinned, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
     };
     let usage: Vec<String> = caches.iter().map(|cache| parts(cache.usage())).collect();
     // Bypasses the test harness, which captures the output of tests.
@@ -124,12 +124,12 @@ fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// Checks that the rows of the caches add up to the published counters of the process, by memory node and in total.
+/// Checks that the rows of the caches add up to the published counters of the process, by NUMA node and in total.
 fn assert_cache_rows_add_up(info: &Value) {
     let rows = info["caches"].as_array().unwrap();
     let sum = |names: &[&str]| -> u64 { rows.iter().flat_map(|row| names.iter().map(|name| number(row, name))).sum() };
-    assert_eq!(sum(&["huge", "small", "locked", "free"]), number(info, "cache"), "{info}");
-    assert_eq!(sum(&["huge", "small", "locked"]), number(info, "cache_huge") + number(info, "cache_small"), "{info}");
+    assert_eq!(sum(&["huge", "small", "pinned", "free"]), number(info, "cache"), "{info}");
+    assert_eq!(sum(&["huge", "small", "pinned"]), number(info, "cache_huge") + number(info, "cache_small"), "{info}");
     assert_eq!((sum(&["frames"]), sum(&["index"])), (number(info, "cache_frames"), number(info, "cache_index")));
     assert!(sum(&["free"]) >= number(info, "cache_free"), "the counter has whole blocks only");
     let nodes: Vec<&Value> = info["cache_nodes"].as_object().unwrap().values().collect();
@@ -167,7 +167,7 @@ fn caches_are_shown_by_name() {
     assert_eq!((number(tiles, "huge"), number(tiles, "small")), (2 * BLOCK_BYTES as u64, 64 * KIB));
     assert_eq!((number(tiles, "limit"), number(rows, "page")), (64 * MIB, 64 * KIB));
     assert_eq!((number(tiles, "dirty"), number(rows, "dirty"), number(&info, "cache_dirty")), (0, MIB, MIB));
-    assert_eq!((number(rows, "locked"), number(rows, "small")), (64 * KIB, 15 * 64 * KIB));
+    assert_eq!((number(rows, "pinned"), number(rows, "small")), (64 * KIB, 15 * 64 * KIB));
     let text = command_output(&place, &holder, "meminfo", &[]);
     let line = text.lines().find(|line| line.contains("rows of ? tables")).unwrap();
     assert!(line.contains("960 KiB    64 KiB") && line.ends_with("1 MiB    32 MiB    64 KiB"), "{line}");
@@ -180,7 +180,7 @@ fn caches_are_shown_by_name() {
     let (tiles_after, rows_after) = (&after["caches"][0], &after["caches"][1]);
     assert_eq!(number(tiles_after, "huge"), 0);
     assert_eq!(number(tiles_after, "free"), number(tiles, "free") + number(tiles, "huge"), "the folios are free now");
-    assert_eq!((number(rows_after, "locked"), number(rows_after, "small")), (0, MIB));
+    assert_eq!((number(rows_after, "pinned"), number(rows_after, "small")), (0, MIB));
 
     holder.run_next_step();
     let last = meminfo_until_answered(&place, &holder);
@@ -241,7 +241,7 @@ fn clean_pages_are_dropped_on_request() {
     };
     let held = || {
         let info = meminfo_until_answered(&place, &holder);
-        [0, 1].map(|cache| ["huge", "small", "locked"].map(|kind| number(&info["caches"][cache], kind)))
+        [0, 1].map(|cache| ["huge", "small", "pinned"].map(|kind| number(&info["caches"][cache], kind)))
     };
     let before = held();
     assert_eq!(before[1].iter().sum::<u64>(), MIB);

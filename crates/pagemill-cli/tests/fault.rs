@@ -97,7 +97,7 @@ fn set_up() -> &'static Testbed {
 
 fn assert_memory_returned(pagemill: &Testbed) {
     // One of these calls may itself fail.
-    (0..3).for_each(|_| _ = pagemill.account.give_all_back());
+    (0..3).for_each(|_| _ = pagemill.account.return_all());
     let left = pagemill.figures();
     let resident = left.get(pagemill_core::stats::Counter::Resident);
     assert!(resident <= BLOCK_BYTES as u64, "{resident} bytes stay resident");

@@ -1,4 +1,4 @@
-//! Tests on another kernel: Debian's kernel in an emulator, with control groups of version 2 and two memory nodes.
+//! Tests on another kernel: Debian's kernel in an emulator, with control groups of version 2 and two NUMA nodes.
 //!
 //! The kernel that runs the tests may have neither. All cases run in a single boot. `tests/c/init.c` is the first
 //! process in the emulator.
@@ -93,7 +93,7 @@ fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
 }
 
 /// Checks that `doctor` reports that Pagemill works on this kernel, in a control group of version 2, and with two
-/// memory nodes.
+/// NUMA nodes.
 fn assert_doctor_report(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let table: Value = serde_json::from_str(case.text("output")).unwrap();

@@ -190,7 +190,7 @@ fn caches_are_shrunk() {
     place.assert_no_files_left();
 }
 
-/// Moves between memory nodes must reach the process. A node or a cache that does not exist, and a cache whose objects
+/// Moves between NUMA nodes must reach the process. A node or a cache that does not exist, and a cache whose objects
 /// stay where they are, must be refused. This machine may have one node only, so no object needs to move.
 #[test]
 fn moves_between_nodes_are_requested() {
@@ -201,10 +201,7 @@ fn moves_between_nodes_are_requested() {
     assert_eq!(moved["moved"], json!([{"name": "entries", "moved": 0, "error": null}]));
     assert!(show(&place, &holder, &["--balance", "nodes"]).ends_with(" objects moved\n"));
     let run = |options: &[&str]| finish(slabinfo(&place, &[&[pid.as_str()], options].concat()), TIMEOUT);
-    assert_refused(
-        &run(&["--move", "entries", "--from", "0", "--to", "999"]),
-        "has no memory node 999; the last one is",
-    );
+    assert_refused(&run(&["--move", "entries", "--from", "0", "--to", "999"]), "has no NUMA node 999; the last one is");
     assert_refused(&run(&["--balance", "else"]), "has no slab cache else");
     assert_refused(&run(&["--move", "entries", "--from", "0"]), "--to <NODE>");
     assert_refused(&run(&["--move", "entries", "--balance", "nodes"]), "cannot be used with");
@@ -299,7 +296,7 @@ fn a_long_shrink_continues_after_the_command() {
     place.assert_no_files_left();
 }
 
-/// A callback of a cache holds the lock of a memory node. That node must be omitted from the list, with a message, and
+/// A callback of a cache holds the lock of a NUMA node. That node must be omitted from the list, with a message, and
 /// the other nodes must be shown.
 #[test]
 fn locked_nodes_are_left_out() {

@@ -58,7 +58,7 @@ pub enum Error {
     Busy { what: &'static str },
     /// The ratio that the caller passed is not 0 to 100 percent.
     BadRatio { percent: u32 },
-    /// The machine has no memory node of this number.
+    /// The machine has no NUMA node of this number.
     BadNode { node: usize, nodes: usize },
     /// The store behind a file failed.
     Store { doing: &'static str, cause: io::Error },
@@ -168,7 +168,7 @@ impl fmt::Display for Error {
             }
             Self::BadRatio { percent } => write!(f, "{percent} is not a percentage: expected 0 to 100"),
             Self::BadNode { node, nodes } => {
-                write!(f, "there is no memory node {node}: the machine has {nodes}, numbered from 0")
+                write!(f, "there is no NUMA node {node}: the machine has {nodes}, numbered from 0")
             }
             Self::PastEnd { offset, size_bytes } => {
                 write!(f, "offset {offset} is at or past the end of the file of {size_bytes} bytes")

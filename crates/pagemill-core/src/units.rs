@@ -6,7 +6,7 @@ use pagemill_sys as sys;
 use std::fmt;
 use std::str::FromStr;
 
-/// Bytes of a block, one huge page: the unit in which memory is taken from the system and given back.
+/// Bytes of a block, one huge page: the unit in which memory is taken from the system and returned.
 pub const BLOCK_BYTES: usize = 2 << 20;
 
 /// Maximum number of OS pages in a block (OS pages have at least 4 KiB).
@@ -24,7 +24,8 @@ pub fn os_pages_per_block() -> usize {
     BLOCK_BYTES / os_page_bytes()
 }
 
-/// The size of a software page: a power of two, 4 KiB to 8 MiB, chosen at run time.
+/// The size of a software page: a power of two from the size of the OS page (4, 16 or 64 KiB) to 8 MiB, chosen at run
+/// time.
 ///
 /// It is the unit in which memory of page caches and of the small allocator becomes resident and is charged. Slots
 /// become resident in this unit only where the kernel offers pages of such a size.
@@ -40,7 +41,9 @@ pub fn os_pages_per_block() -> usize {
 pub struct PageSize(u32);
 
 impl PageSize {
+    /// The smallest OS page of any supported system; [`PageSize::new`] may require more.
     pub const MIN_BYTES: usize = 4 << 10;
+    /// The largest software page.
     pub const MAX_BYTES: usize = 8 << 20;
 
     /// Returns the size of the OS page.
@@ -63,6 +66,11 @@ impl PageSize {
 impl FromStr for PageSize {
     type Err = String;
 
+    /// Parses a size as [`parse_bytes`] does.
+    ///
+    /// # Errors
+    ///
+    /// A message that describes the problem with the text, or lists the range of page sizes.
     fn from_str(text: &str) -> Result<Self, String> {
         let bytes = parse_bytes(text)?;
         Self::new(bytes as usize).ok_or_else(|| {
@@ -72,7 +80,7 @@ impl FromStr for PageSize {
     }
 }
 
-/// A number of bytes with a human-readable form: `512 B`, `1.5 MiB`, `64 KiB`.
+/// A number of bytes with a human-readable form: `512 B`, `1.5 MiB`, `64 KiB`. One decimal is printed, rounded down.
 ///
 /// ```
 /// use pagemill::units::{Bytes, parse_bytes};
@@ -120,7 +128,8 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(overflow()) }
 }
 
-/// As [`parse_bytes`] for whole numbers, without allocating: for environment variables during program start.
+/// As [`parse_bytes`], but accepts no spaces and no fraction, and does not allocate: for environment variables during
+/// program start.
 pub fn parse_plain_bytes(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, suffix) = text.split_at(digits);

@@ -308,6 +308,6 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 pub fn trim() -> c_int {
     let has_trimmed = libc_fallback::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
-    let freed = pagemill.instance.account.give_all_back();
+    let freed = pagemill.instance.account.return_all();
     c_int::from(has_trimmed || freed > 0)
 }

@@ -268,7 +268,6 @@ impl Work for TransferEngine {
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
-    use crate::ring::tests::pipe;
     use crate::transfer::{Cancel, Finish, Gather};
     use crate::{Aligned, FileStore, Store};
     use pagemill_core::arena::place;
@@ -305,7 +304,7 @@ mod tests {
     /// that transfer ends.
     #[test]
     fn the_file_of_a_dropped_store_is_closed_during_other_transfers() {
-        let (empty_pipe, mut writer) = pipe();
+        let (empty_pipe, mut writer) = FileHandle::of_pipe();
         let (pipe_read, stored) = (Gather::new(1), Gather::new(1));
         let read_into = |gather: &Arc<Gather>| {
             let to = gather.clone();

@@ -28,7 +28,7 @@ const BLOCK_ALIGN_BYTES: usize = 2 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
     /// The kernel's own file system for shared memory (`memfd_create`). The setting `shmem_enabled` of the machine
-    /// allows huge pages; `MADV_COLLAPSE` makes them in any case.
+    /// allows huge pages; `MADV_COLLAPSE` (Linux 6.1) makes them unless the setting is `deny`.
     Memfd,
     /// A tmpfs that only this process can reach. Its files have huge pages where they are advised.
     Tmpfs,
@@ -57,7 +57,8 @@ impl MemoryFile {
     ///
     /// # Errors
     ///
-    /// `EFBIG` if the length is above the process's file size limit; errors of `memfd_create`.
+    /// `EFBIG` if the length is above the process's file size limit; errors of `memfd_create`, `fcntl`, `ftruncate` and
+    /// `fstat`.
     pub fn create(len_bytes: usize, is_huge_wanted: bool) -> io::Result<Self> {
         if is_huge_wanted
             && is_tmpfs_preferred()
@@ -123,7 +124,8 @@ impl MemoryFile {
     }
 
     /// Returns the address of a mapping of the whole file that can only be read, and that fork children do not get. The
-    /// first call creates the mapping. It exists as long as this value, and is a source for [`window::map_again`].
+    /// first call creates the mapping, and `use_huge` allows or forbids huge pages in it; later calls ignore `use_huge`. It
+    /// exists as long as this value, and is a source for [`window::map_again`].
     ///
     /// # Errors
     ///
@@ -233,7 +235,7 @@ pub unsafe fn punch(addr: usize, len_bytes: usize) -> io::Result<()> {
     Ok(retry_on_intr(|| unsafe { madvise(addr as *mut _, len_bytes, Advice::LinuxRemove) })?)
 }
 
-/// Allocates pages for all of a block that has none, as a huge page if possible. The block belongs to a mapping of a
+/// Allocates pages for all of the block of `block_bytes` at the address `block`, which has none, as a huge page if possible. The block belongs to a mapping of a
 /// memory file. Returns which kind the kernel allocated.
 ///
 /// Where the kernel allocates no huge page at the first access, the block is collapsed while it has one page. That

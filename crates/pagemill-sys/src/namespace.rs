@@ -10,14 +10,19 @@ use std::io;
 /// Puts this process into a private mount namespace, which its children inherit.
 ///
 /// A process without the right to mount is also put into a user namespace, in which it may mount with its own user id.
-/// Its children lose that right when they execute a program. The process must have only one thread.
+/// Its children lose that right when they execute a program.
 ///
 /// # Errors
 ///
-/// Errors of `unshare`: `EPERM` or `ENOSPC` where user namespaces are forbidden or limited.
+/// `EINVAL` if the process has more than one thread. Errors of `unshare`: `EPERM` or `ENOSPC` where user namespaces are
+/// forbidden or limited. Errors of writing `/proc/self/setgroups`, `uid_map` and `gid_map`, and of `mount(2)`; the process
+/// may then be in new namespaces already, so it should end.
 pub fn enter_mounts() -> io::Result<()> {
+    if fs::read_dir("/proc/self/task")?.count() != 1 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let (user, group) = (geteuid().as_raw(), getegid().as_raw());
-    // SAFETY: the process has one thread.
+    // SAFETY: the process has one thread, which was checked above.
     if unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.is_err() {
         // SAFETY: as for the previous call.
         unsafe { unshare_unsafe(UnshareFlags::NEWUSER | UnshareFlags::NEWNS) }?;

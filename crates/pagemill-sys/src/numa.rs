@@ -8,7 +8,7 @@ use std::io;
 /// Maximum number of nodes that Pagemill distinguishes.
 pub const MAX_NODES: usize = 64;
 
-/// Returns the number of memory nodes: one more than the highest node number that the kernel lists, at most
+/// Returns the number of NUMA nodes: one more than the highest node number that the kernel lists, at most
 /// [`MAX_NODES`]. Returns 1 if the kernel lists no node.
 pub fn node_count() -> usize {
     let mut buffer = [0u8; 256];

@@ -7,7 +7,7 @@
 //!
 //! Modules, from bottom to top:
 //!
-//! - [`messages`]: messages to the user, and lines of JSON. [`policy`]: the marks that users set on files.
+//! - [`messages`]: messages to the user, and lines of JSON. [`status`]: the status of a controller. [`policy`]: the marks that users set on files.
 //!   [`file_access`]: file operations that follow no links.
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
@@ -16,7 +16,7 @@
 //!   recent value. [`duty`]: pauses of the control loop. [`closes`]: when close events are off. None of these makes
 //!   system calls.
 //! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
-//! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
+//! - [`worker`]: the separate process that creates and splits huge pages, and frees pages of zeros. [`pagework`]: the queue of its jobs.
 //! - [`file_table`]: the state of all files.
 //! - [`open_throttle`]: delays opens while files are written faster than purges free memory, in its own thread.
 //! - [`control_loop`]: the control loop, in one thread. [`submissions`]: the queue of its requests.

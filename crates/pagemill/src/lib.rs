@@ -1,4 +1,5 @@
-//! Big, fast memory that gives itself back: page caches, volatile memory and slab caches for data-heavy Linux programs.
+//! A memory manager in user space for Linux: page caches, volatile memory and slab caches that return memory before a
+//! limit is reached.
 //!
 //! All products of a process share one memory manager. The first use of a product creates it. It uses huge pages,
 //! observes the limits of the process, of its control groups and of the machine, and returns memory before a limit is
@@ -9,6 +10,8 @@
 //! | memory that can be computed again | [`VolatileBuf`], [`VolatileCache`] | [`volatile`] |
 //! | files in memory; files on disk, cached | [`PageCache`] | [`cache`], [`store`] |
 //! | many small objects | [`HandleMap`] | [`slab`] |
+//! | a RAM file system in the process (feature `ramfs`) | `ramfs::RamFs` | `ramfs` |
+//! | memory of the program that reclaim may request | [`reclaim::Shrinker`] | [`reclaim`] |
 //! | statistics, settings, purging all volatile memory in a test | [`Pagemill`] | [`stats`], [`metrics`] |
 //!
 //! ```
@@ -26,7 +29,7 @@
 //! file.write_at(b"hello", 1000)?; // or `file.cursor()`, for `Read`, `Write` and `Seek`
 //! file.close().map_err(|(_file, error)| error)?;
 //!
-//! // Values that the map may move, to give memory back.
+//! // Values that the map may move, to return memory.
 //! let names = HandleMap::<String>::new("names")?;
 //! let handle = names.insert("pagemill".to_owned())?;
 //! let guard = slab::enter(); // values that were read under the guard stay until it is dropped
@@ -170,7 +173,7 @@ pub mod store {
 }
 
 /// Volatile memory: its contents may be purged under memory pressure, because the program can compute them again. A
-/// test can purge all of it with [`Pagemill::give_all_back`](crate::Pagemill::give_all_back).
+/// test can purge all of it with [`Pagemill::return_all`](crate::Pagemill::return_all).
 ///
 /// ```
 /// use pagemill::VolatileCache;

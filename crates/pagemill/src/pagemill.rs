@@ -101,12 +101,12 @@ impl Pagemill {
     /// let mut tile = VolatileBuf::new(1 << 20)?;
     /// tile.bytes_mut()?.fill(7);
     /// tile.mark()?;
-    /// Pagemill::of_process()?.give_all_back();
+    /// Pagemill::of_process()?.return_all();
     /// assert_eq!(tile.unmark()?, Contents::Purged { kept_bytes: 0 });
     /// # Ok::<(), pagemill::Error>(())
     /// ```
-    pub fn give_all_back(self) -> u64 {
-        self.0.account.give_all_back()
+    pub fn return_all(self) -> u64 {
+        self.0.account.return_all()
     }
 
     /// Registers a shrinker: a component of the program that holds memory and can return it. When a limit or pressure

@@ -206,7 +206,7 @@ fn many_tasks_run_on_two_threads() {
         scope.spawn(work);
         work();
     });
-    assert_eq!(cache.usage().locked, 0);
+    assert_eq!(cache.usage().pinned, 0);
 }
 
 /// Two tasks and a thread need the same page. The store must be read only once for all three. Other pages must be

@@ -134,7 +134,7 @@ fn caches_take_reserved_pages_and_return_them() {
         assert_contents(&little, &bytes[..BLOCK_BYTES]);
         assert_eq!(cache.usage().small, BLOCK_BYTES as u64);
         drop(little);
-        assert_eq!(cache.give_back(), 0);
+        assert_eq!(cache.shrink(), 0);
         assert_contents(&file, &bytes[..2 * BLOCK_BYTES]);
         assert_eq!((free_pages(), charged()), (before - 4, charged_before));
         drop(cache);
@@ -257,7 +257,7 @@ fn registered_reserved_pages_are_returned() {
     let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
     let mut queue = cache.queue(2).unwrap();
     let is_registered = register_memory(&mut queue, &file, bytes.len());
-    let (had, _) = (queue.registered_bytes(), cache.give_back());
+    let (had, _) = (queue.registered_bytes(), cache.shrink());
     queue.wait(0, Duration::ZERO).unwrap();
     assert_eq!(queue.registered_bytes(), had);
     drop(queue);

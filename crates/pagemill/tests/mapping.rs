@@ -227,11 +227,11 @@ fn assert_file_equals_vector(page: usize, choose: impl Fn(Builder) -> Builder, s
     assert!(read(&file, 0, model.len() + 1) == model);
     assert_seeks_agree(&file, &model);
     let usage = cache.usage();
-    assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "{usage:?}");
+    assert_eq!(usage.huge + usage.small + usage.pinned, usage.charged, "{usage:?}");
     drop(file);
     assert_eq!(cache.charged_bytes(), 0);
     let usage = cache.usage();
-    assert_eq!((usage.huge, usage.small, usage.locked), (0, 0, 0), "{usage:?}");
+    assert_eq!((usage.huge, usage.small, usage.pinned), (0, 0, 0), "{usage:?}");
 }
 
 proptest! {
@@ -457,7 +457,7 @@ fn pinned_bytes_survive_truncation() {
         assert_eq!(pin.read_u64(0), 0x0505_0505_0505_0505);
         assert_eq!(file.write_at(&[6; 4096], MIB as u64).unwrap(), 4096);
         assert_eq!(pin.read_u64(0), 0x0505_0505_0505_0505, "not the new page");
-        assert!(cache.usage().locked > 0);
+        assert!(cache.usage().pinned > 0);
         drop(pin);
         file.truncate(0).unwrap();
         assert_eq!(cache.charged_bytes(), 0);
@@ -573,7 +573,7 @@ fn collapsing_leaves_room_for_writers() {
     let usage = cache.usage();
     assert_eq!((usage.huge as usize, usage.charged as usize), (8 * MIB, 8 * MIB), "{usage:?}");
     drop(file);
-    assert!(cache.give_back() as usize >= 8 * MIB);
+    assert!(cache.shrink() as usize >= 8 * MIB);
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 

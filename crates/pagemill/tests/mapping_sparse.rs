@@ -96,7 +96,7 @@ fn folios_in_use_are_not_split() {
         file.write_at(&[1; 8], 0).unwrap();
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
     }
-    assert_eq!((cache.usage().huge, cache.usage().locked), (BLOCK, BLOCK));
+    assert_eq!((cache.usage().huge, cache.usage().pinned), (BLOCK, BLOCK));
     let freed = BLOCK - PAGE_BYTES as u64;
     assert_eq!(cache.split_sparse_waiting(usize::MAX), freed, "the folio was not written since");
     pin.write_at(&[2; 8], 0).unwrap();

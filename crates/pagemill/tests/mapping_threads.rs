@@ -142,7 +142,7 @@ fn assert_all_memory_returned(cache: &PageCache) {
         std::thread::sleep(Duration::from_millis(1));
     }
     let usage = cache.usage();
-    assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
+    assert_eq!((usage.charged, usage.huge, usage.small, usage.pinned), (0, 0, 0, 0), "{usage:?}");
 }
 
 /// Threads use two files in small folios. No thread may see bytes of another page.
@@ -191,6 +191,6 @@ fn threads_share_the_first_chunks_of_a_cache() {
             }
         });
         drop(file);
-        cache.give_back();
+        cache.shrink();
     }
 }

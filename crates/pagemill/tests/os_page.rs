@@ -66,13 +66,13 @@ fn assert_file_equals_vector(page: PageSize, policy: Box<dyn Policy>) {
     for step in 0..200 {
         apply(&cache, &file, &mut model, page.bytes(), &mut seed);
         let usage = cache.usage();
-        assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "step {step}: {usage:?}");
+        assert_eq!(usage.huge + usage.small + usage.pinned, usage.charged, "step {step}: {usage:?}");
         assert_eq!(usage.charged + usage.free, pagemill.account.resident(), "step {step}: {usage:?}");
     }
     assert_same_bytes(&file, &model);
     assert!(cache.usage().frames > 0 && cache.usage().frames.is_multiple_of(os_page_bytes() as u64));
     drop(file);
-    cache.give_back();
+    cache.shrink();
     assert_eq!((cache.charged_bytes(), cache.usage().free, pagemill.account.resident()), (0, 0, 0));
 }
 
@@ -117,7 +117,7 @@ fn apply(cache: &PageCache, file: &Mapping, model: &mut Vec<u8>, page: usize, se
         }
         6 => drop((file.split(at as u64).unwrap(), file.split_sparse().unwrap())),
         7 => drop((file.collapse(at as u64).unwrap(), cache.collapse_waiting(1))),
-        _ => drop((cache.split_sparse_waiting(usize::MAX), cache.give_back())),
+        _ => drop((cache.split_sparse_waiting(usize::MAX), cache.shrink())),
     }
     if let Ok(pin) = file.pin(at as u64) {
         let mut bytes = vec![0; pin.len_bytes().min(model.len() - at)];

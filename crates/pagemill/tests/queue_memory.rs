@@ -147,12 +147,12 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
             let registered = queue.registered_bytes();
             assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE_FOLIO_BYTES), "{registered}");
             // All folios are free now, but only memory that is not registered may be returned.
-            let unregistered = cache.give_back();
+            let unregistered = cache.shrink();
             assert!(unregistered <= (8 * MIB) as u64, "{unregistered} returned, {registered} registered");
-            assert_eq!((queue.registered_bytes(), cache.give_back()), (registered, 0));
+            assert_eq!((queue.registered_bytes(), cache.shrink()), (registered, 0));
             queue.wait(0, Duration::ZERO).unwrap();
             assert_eq!(queue.registered_bytes(), 0);
-            assert_eq!(cache.give_back(), registered as u64);
+            assert_eq!(cache.shrink(), registered as u64);
         }
     }
 }
@@ -178,7 +178,7 @@ fn a_busy_queue_releases_memory_on_request() {
                 check_completed(&mut queue, &two, 2);
             }
             // Some of the memory is free at first.
-            returned += cache.give_back();
+            returned += cache.shrink();
             let _ = queue.fetch(&two, offset as u64, offset as u64).unwrap();
         }
         while !queue.is_empty() {
@@ -186,9 +186,9 @@ fn a_busy_queue_releases_memory_on_request() {
         }
         drop(two);
         queue.wait(0, Duration::ZERO).unwrap();
-        returned += cache.give_back();
+        returned += cache.shrink();
         queue.wait(0, Duration::ZERO).unwrap();
-        returned += cache.give_back();
+        returned += cache.shrink();
         assert!(returned >= (16 * MIB) as u64 && queue.registered_bytes() == 0, "{returned}");
     }
 }
@@ -209,12 +209,12 @@ fn memory_is_returned_after_the_last_queue_released_it() {
     }
     let registered = queues[0].registered_bytes();
     drop(mapping);
-    cache.give_back();
+    cache.shrink();
     let [mut one, other] = queues;
     one.wait(0, Duration::ZERO).unwrap();
-    assert_eq!((one.registered_bytes(), cache.give_back()), (0, 0), "the other queue has it registered");
+    assert_eq!((one.registered_bytes(), cache.shrink()), (0, 0), "the other queue has it registered");
     drop(other);
-    assert_eq!(cache.give_back(), registered as u64);
+    assert_eq!(cache.shrink(), registered as u64);
 }
 
 /// An event loop has no reads in flight. A request for memory must wake the loop, so that its queue can release the
@@ -237,11 +237,11 @@ fn an_idle_event_loop_is_woken_to_release_memory() {
         }
         assert!(queue.registered_bytes() > 0);
         mapping.refresh().unwrap();
-        assert_eq!(cache.give_back(), 0);
+        assert_eq!(cache.shrink(), 0);
         assert!(is_readable(&mut queue, WAIT_LIMIT));
         queue.wait(0, Duration::ZERO).unwrap();
         assert_eq!(queue.registered_bytes(), 0);
-        assert!(cache.give_back() > 0);
+        assert!(cache.shrink() > 0);
         let reopened = open(&cache, &path);
         register_memory(&mut queue, &reopened, 4).unwrap();
     }
@@ -301,9 +301,9 @@ fn calls_of_a_fork_child_fail() {
     read_all(&mut queue, &mapping, HUGE_FOLIO_BYTES, 5);
     drop(mapping);
     let registered = queue.registered_bytes();
-    cache.give_back();
+    cache.shrink();
     queue.wait(0, Duration::ZERO).unwrap();
-    assert_eq!(cache.give_back(), registered as u64);
+    assert_eq!(cache.shrink(), registered as u64);
 }
 
 /// If the system does not allow locked memory, a queue must try to register memory only once, and must then read
@@ -322,7 +322,7 @@ fn a_queue_reads_without_registered_memory() {
             assert_eq!(stats::get(Counter::RegionsRefused), 1);
         }
         drop(mapping);
-        return assert!(cache.give_back() >= (8 * MIB) as u64);
+        return assert!(cache.shrink() >= (8 * MIB) as u64);
     }
     // SAFETY: the call is a query without effect.
     if unsafe { libc::geteuid() } != 0 {

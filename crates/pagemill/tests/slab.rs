@@ -169,7 +169,7 @@ struct Flags {
 }
 
 /// An owner whose callback `isolate` waits until the test releases it. Meanwhile the callback holds the lock of a
-/// memory node.
+/// NUMA node.
 #[derive(Default)]
 struct SlowOwner {
     flags: Arc<Flags>,

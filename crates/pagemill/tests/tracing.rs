@@ -62,7 +62,7 @@ fn a_subscriber_gets_each_event_once() {
         let mut range = VolatileBuf::new(8 << 20).unwrap();
         range.bytes_mut().unwrap().fill(7);
         range.mark().unwrap();
-        manager.give_all_back();
+        manager.return_all();
     };
     purge();
     let forwarder = manager.forward_events(Duration::from_millis(1)).unwrap();

@@ -164,7 +164,7 @@ fn prefaulted_pages_are_mapped_together() {
     assert_few_mappings(2 * len / GROUP_BYTES);
     other.unlock(0..len).unwrap();
     file.truncate(0).unwrap();
-    assert_eq!(cache.usage().locked, (len - 2 * PAGE_BYTES) as u64);
+    assert_eq!(cache.usage().pinned, (len - 2 * PAGE_BYTES) as u64);
     drop(prefaulted);
-    assert_eq!(cache.usage().locked, 0);
+    assert_eq!(cache.usage().pinned, 0);
 }

@@ -85,7 +85,7 @@ fn change_file(cache: &PageCache, file: &Mapping, filler: &Mapping, mut seed: u6
             4 => file.split(offset as u64).map(drop),
             5 => file.collapse(offset as u64).map(drop),
             6 => file.sync(),
-            7 => filler.read_at(&mut vec![0; BLOCK_BYTES / 2], (offset / 2) as u64).map(|_| _ = cache.give_back()),
+            7 => filler.read_at(&mut vec![0; BLOCK_BYTES / 2], (offset / 2) as u64).map(|_| _ = cache.shrink()),
             _ => file.write_at(&stamp(offset).to_ne_bytes().repeat(PAGE_BYTES / 8), offset as u64).map(drop),
         };
         match done {
@@ -128,7 +128,7 @@ fn assert_all_memory_returned(cache: &PageCache) {
     while cache.charged_bytes() > 0 && begun.elapsed() < WAIT_LIMIT {
         thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!((cache.charged_bytes(), cache.usage().locked), (0, 0));
+    assert_eq!((cache.charged_bytes(), cache.usage().pinned), (0, 0));
 }
 
 /// Threads use views of a file in memory, in small and huge folios. Every word must be zero or the stamp of its page, and

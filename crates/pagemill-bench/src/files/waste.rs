@@ -101,7 +101,7 @@ fn add_rows(study: &mut Study<'_, FileKind>, kind: FileKind, ready: &[FileSystem
         (Metric::lower(USED_AFTER_SECOND, "MiB").against(NEVER.name), "used after a second"),
     ];
     if kind.criterion == Criterion::ByHugePages {
-        columns.push((Metric::lower(HUGE_SHARE, "share"), "mapped huge"));
+        columns.push((Metric::higher(HUGE_SHARE, "share"), "mapped huge"));
     }
     let table = format!("{}: MiB, half the spread, times {}", kind.name, NEVER.name);
     study.rows(&kind, ready, &table, &columns);

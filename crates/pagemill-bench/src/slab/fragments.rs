@@ -45,13 +45,13 @@ const TIMES_COPY: &str = "times_copy";
 const COMMON_METRICS: [&str; 5] = [HELD_RATIO, LEFT_MIB, LEFT_RATIO, HANDLES_MIB, RETURN_MS];
 /// The metrics, and their columns of the table.
 const COLUMNS: [(Metric, &str); 9] = [
-    (Metric::lower(HELD_RATIO, "x"), "held when asked, x of live"),
-    (Metric::lower(LEFT_MIB, "MiB").against(BASELINE), "left, MiB"),
-    (Metric::lower(LEFT_RATIO, "x"), "left, x of live, less handles"),
-    (Metric::lower(HANDLES_MIB, "MiB"), "of it handles, MiB"),
+    (Metric::lower(HELD_RATIO, "x"), "before the return, x of live"),
+    (Metric::lower(LEFT_MIB, "MiB").against(BASELINE), "after the return, MiB"),
+    (Metric::lower(LEFT_RATIO, "x"), "after, x of live, without handle table"),
+    (Metric::lower(HANDLES_MIB, "MiB"), "handle table, MiB"),
     (Metric::lower(RETURN_MS, "ms"), "ms"),
     (Metric::higher(MOVED_OBJECTS, "objects"), "moves"),
-    (Metric::lower(MOVE_NS, "ns"), "ns a move, all counted"),
+    (Metric::lower(MOVE_NS, "ns"), "ns a move, with all other work"),
     (Metric::lower(COPY_NS, "ns"), "ns a copy"),
     (Metric::lower(TIMES_COPY, "x"), "x of a copy"),
 ];
@@ -128,7 +128,7 @@ fn add_verdicts(study: &mut Study<'_, Case>, case: &Case) {
         not_measured(target, Bound::AtMost(most), "x", "it was not run").measured(samples.get((case, subject, metric)))
     };
     for subject in MOVERS {
-        let beside = if subject == BY_HANDLE { ", beside 8 B a handle of the peak" } else { "" };
+        let beside = if subject == BY_HANDLE { ", without 8 B for each handle of the peak" } else { "" };
         let target = format!("fragments of {size} B, {subject}: left, of what is live{beside}");
         add(judge_value(target, MAX_LEFT_RATIO, subject, LEFT_RATIO));
     }

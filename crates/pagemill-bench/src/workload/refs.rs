@@ -74,7 +74,7 @@ pub fn run(arguments: &RefsArguments) -> WorkloadResult {
             ensure(is_one, || "a range of a folio is not one pin")
         })?;
         let usage = cache.usage();
-        let is_right = usage.locked == 0 && usage.huge == (folios * BLOCK_BYTES) as u64;
+        let is_right = usage.pinned == 0 && usage.huge == (folios * BLOCK_BYTES) as u64;
         ensure(is_right, || format!("a reference was not given back: {usage:?}"))?;
         check_folios(&file, folios)?;
         ns

@@ -226,7 +226,7 @@ fn run_threads(threads: &'static [&'static [usize]]) {
 
 fn assert_is_empty(cache: &PageCache) {
     let usage = cache.usage();
-    assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
+    assert_eq!((usage.charged, usage.huge, usage.small, usage.pinned), (0, 0, 0, 0), "{usage:?}");
 }
 
 /// Runs two threads on one range of one file, each with one kind of operation. This tests one entry of the table in

@@ -95,7 +95,7 @@ pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interru
     run_commands(process, &commands, text, interrupt)
 }
 
-/// Moves objects of all slab caches with this name between memory nodes, as `action` says.
+/// Moves objects of all slab caches with this name between NUMA nodes, as `action` says.
 pub fn move_between_nodes(
     options: &Slabinfo,
     process: &Process,
@@ -111,7 +111,7 @@ pub fn move_between_nodes(
         let nodes = named.iter().map(|cache| cache.info.nodes.len()).min().unwrap_or(0);
         if let Some(wrong) = [from, to].into_iter().find(|node| usize::from(*node) >= nodes) {
             let last = nodes.saturating_sub(1);
-            return fail(2, &format!("process {} has no memory node {wrong}; the last one is {last}", process.pid()));
+            return fail(2, &format!("process {} has no NUMA node {wrong}; the last one is {last}", process.pid()));
         }
     }
     let commands: Vec<(&Cache, Action)> = named.into_iter().map(|cache| (cache, action)).collect();

@@ -31,8 +31,9 @@ Columns:
   %EF               memory of objects in use, in percent of SPACE; if this is low,
                     -s returns much
   FLG               M objects can be moved, C has a constructor, D debug mode,
-                    L lost slabs, F not defragmented any more (see -r NAME),
-                    P partial data: a memory node could not be examined
+                    L lost slabs, F skipped in the background after a panic until
+                    -s or --set-ratio (see -r NAME),
+                    P partial data: a NUMA node could not be examined
 
 Examples:
   pagemill slabinfo                               show all your processes
@@ -63,7 +64,7 @@ pub struct Slabinfo {
     /// Select only caches with movable objects.
     #[arg(short = 'M', long)]
     movable: bool,
-    /// Show details of the caches with this name: settings, why objects were not moved, memory nodes.
+    /// Show details of the caches with this name: settings, why objects were not moved, NUMA nodes.
     #[arg(short, long, value_name = "NAME")]
     report: Option<String>,
     /// Shrink the caches of PID, or those with this name: move objects together, and return the memory of empty slabs.
@@ -73,19 +74,19 @@ pub struct Slabinfo {
     /// With 0 no slabs are emptied, with 100 all slabs that are not full.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_ratio: Vec<(String, u32)>,
-    /// Set for a cache of PID how often, in percent, free objects of another memory node are used instead of a new slab.
+    /// Set for a cache of PID how often, in percent, free objects of another NUMA node are used instead of a new slab.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_remote_ratio: Vec<(String, u32)>,
-    /// Move all objects of the caches of PID with this name from one memory node to another.
+    /// Move all objects of the caches of PID with this name from one NUMA node to another.
     #[arg(long = "move", value_name = "NAME", requires_all = ["pid", "from", "to"], conflicts_with_all = ["report", "shrink", "set_ratio", "set_remote_ratio"])]
     move_objects: Option<String>,
-    /// The memory node from which --move moves the objects.
+    /// The NUMA node from which --move moves the objects.
     #[arg(long, value_name = "NODE", requires = "move_objects")]
     from: Option<u16>,
-    /// The memory node to which --move moves the objects.
+    /// The NUMA node to which --move moves the objects.
     #[arg(long, value_name = "NODE", requires = "move_objects")]
     to: Option<u16>,
-    /// Move objects of the caches of PID with this name from memory nodes that have more than the average to others.
+    /// Move objects of the caches of PID with this name from NUMA nodes that have more than the average to others.
     #[arg(long, value_name = "NAME", requires = "pid", conflicts_with_all = ["report", "shrink", "set_ratio", "set_remote_ratio", "move_objects"])]
     balance: Option<String>,
     /// Show whole names, exact numbers and long units, so the table can be wide.
@@ -327,7 +328,7 @@ pub(super) mod tests {
     use super::*;
     use pagemill_slab::NodeInfo;
 
-    /// Returns a report about a slab cache with two memory nodes. The second node has no slabs.
+    /// Returns a report about a slab cache with two NUMA nodes. The second node has no slabs.
     pub fn example_info(name: &str, kind: SlabKind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     /// The text for a slab cache must have its settings, the reasons why objects were not moved, and a row for each
-    /// memory node.
+    /// NUMA node.
     #[test]
     fn a_report_has_settings_reasons_and_nodes() {
         let info = example_info("entries", SlabKind::ByHandle);

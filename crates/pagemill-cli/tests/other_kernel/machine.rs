@@ -1,4 +1,4 @@
-//! The emulated machine: Debian's kernel in qemu, with two fake memory nodes and no disk.
+//! The emulated machine: Debian's kernel in qemu, with two fake NUMA nodes and no disk.
 
 use crate::common::{Guard, TestFolder, is_missing, tail};
 use std::cmp::Reverse;

@@ -1,4 +1,4 @@
-//! A case in the emulator. The values of a slab cache must be on the requested memory node after a move, according to
+//! A case in the emulator. The values of a slab cache must be on the requested NUMA node after a move, according to
 //! the kernel.
 #![allow(unsafe_code)] // queries the nodes of pages
 
@@ -16,7 +16,7 @@ type Value = [u64; 24];
 
 const VALUE_COUNT: u64 = 20_000;
 
-/// Returns how many of these addresses are on each of the two memory nodes, according to the kernel.
+/// Returns how many of these addresses are on each of the two NUMA nodes, according to the kernel.
 fn count_by_node(addresses: &[usize]) -> [u64; 2] {
     let mask = !(os_page_bytes() - 1);
     let pages: Vec<*mut c_void> = addresses.iter().map(|address| (address & mask) as *mut c_void).collect();
@@ -43,7 +43,7 @@ fn assert_values_and_nodes(step: &str, cache: &HandleMap<Value>, handles: &[Hand
     assert_eq!((found, [info.nodes[0].used, info.nodes[1].used]), (expected, expected), "{step}: {info:?}");
 }
 
-/// Moves values between the memory nodes, once in blocks that are huge pages, and once in blocks of small pages.
+/// Moves values between the NUMA nodes, once in blocks that are huge pages, and once in blocks of small pages.
 pub fn move_between_nodes() -> Result<()> {
     for use_huge in [true, false] {
         let slabs = Testbed::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;

@@ -38,7 +38,7 @@ impl Nodes {
         if self.are_real { node.min(self.count - 1) } else { cpu % self.count }
     }
 
-    /// Sets `node` as the preferred memory node of the `len_bytes` from `addr` on. Does nothing for logical nodes, or
+    /// Sets `node` as the preferred NUMA node of the `len_bytes` from `addr` on. Does nothing for logical nodes, or
     /// if the kernel refuses.
     pub fn bind(self, addr: usize, len_bytes: usize, node: usize) {
         debug_assert!(node < self.count);

@@ -6,7 +6,7 @@
 //!    0  u64  magic pm-ordr1
 //!    8  u32  request id
 //!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory, 5 move to another
-//!            memory node, 6 balance memory nodes, 7 drop contents, 8 huge pages
+//!            NUMA node, 6 balance NUMA nodes, 7 drop contents, 8 huge pages
 //!   16  u32  percent, for actions 2 and 3; for action 5 the source node in the low half, the target node in the high
 //!            half; for action 8 the number of a `HugeUse`, or 0 to change nothing; else 0
 //!   20  u32  set to 1 by the process when it accepts the command
@@ -36,9 +36,9 @@ pub enum Action {
     SetUsedRatio(u32),
     /// Sets the cache's setting `remote_node_defrag_ratio`, in percent.
     SetRemoteRatio(u32),
-    /// Moves the cache's objects from one memory node to another.
+    /// Moves the cache's objects from one NUMA node to another.
     Move { from: u16, to: u16 },
-    /// Moves objects from memory nodes with more objects than the average to nodes with fewer.
+    /// Moves objects from NUMA nodes with more objects than the average to nodes with fewer.
     Balance,
 }
 

@@ -353,7 +353,7 @@ impl Account {
 
     /// Gives back all free memory of this process, also free parts of huge pages, which it splits. Runs when the
     /// program requests it.
-    pub fn give_all_back(&self) -> u64 {
+    pub fn return_all(&self) -> u64 {
         let [cheap, rest] = [Urgency::Request, Urgency::Split]
             .map(|urgency| self.give_back(u64::MAX, Context::Outside, urgency, Reason::Program));
         cheap.saturating_add(rest)

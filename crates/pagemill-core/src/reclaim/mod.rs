@@ -158,7 +158,7 @@ impl Cost {
 /// *SPARE.lock().unwrap() = vec![0; 1 << 20];
 /// let pagemill = Pagemill::of_process()?;
 /// pagemill.register(&Spare)?;
-/// pagemill.give_all_back();
+/// pagemill.return_all();
 /// assert_eq!(SPARE.lock().unwrap().capacity(), 0);
 /// # Ok::<(), pagemill::Error>(())
 /// ```

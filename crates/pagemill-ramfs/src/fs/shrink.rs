@@ -74,7 +74,7 @@ impl RamFs {
         if renumbered > 0 {
             inner.shrink_slabs()?;
         }
-        let freed_bytes = before.saturating_sub(inner.metadata_bytes()) + inner.cache.give_back();
+        let freed_bytes = before.saturating_sub(inner.metadata_bytes()) + inner.cache.shrink();
         Ok(Shrunk { freed_bytes, freed_dentries, renumbered })
     }
 

@@ -45,7 +45,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 const REMOTE_PERCENT_STEP: u32 = 37;
 const MAX_PERCENT: u32 = 100;
 
-/// A constructor, called for each object of a slab before any of them is allocated.
+/// A constructor, called with the address of each object of a slab before any of them is allocated.
 pub(crate) type Constructor = Box<dyn Fn(usize) + Send + Sync>;
 
 /// Properties that all objects of a cache share: their layout, their constructor, and how they can be moved.
@@ -127,7 +127,8 @@ pub(crate) struct Engine {
     pub batches: Guarded<VecDeque<Batch>>,
     /// State of the defragmentation of the cache.
     pub passes: Passes,
-    /// Set when a callback panicked on the background thread, which skips the cache from then on.
+    /// Set when a callback panicked on the background thread. The thread then skips the cache until its used ratio is set
+    /// or a shrink succeeds.
     pub has_panicked: AtomicBool,
     pub work_request: Guarded<WorkRequest>,
     /// Set when the user drops the cache. Requests of other processes for the cache then fail.
@@ -266,7 +267,7 @@ impl Engine {
         Ok(object)
     }
 
-    /// Frees an object.
+    /// Frees the object at the address `object`.
     ///
     /// # Safety
     ///
@@ -531,6 +532,10 @@ impl Engine {
     /// Allocates up to `taken.len()` objects, at least one. The objects come from `node` if the node has free objects.
     /// Otherwise `remote_percent` percent of the calls first try the other nodes. If no object is found, sets up a slab
     /// on `node`. Returns the node and the number of objects.
+    ///
+    /// # Errors
+    ///
+    /// As [`Engine::allocate`].
     pub fn take_objects(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
             let stored = self.barns(node).map(|barn| barn.pop_sheaf(taken)).find(|count| *count > 0);

@@ -290,7 +290,7 @@ impl pagemill_sys::thread::Work for Slabs {
     }
 }
 
-/// Does requested work on a cache. Returns the bytes freed, which are 0 for moves between memory nodes.
+/// Does requested work on a cache. Returns the bytes freed, which are 0 for moves between NUMA nodes.
 ///
 /// # Errors
 ///

@@ -49,7 +49,7 @@ const ASLEEP: u32 = 2;
 #[cfg_attr(not(feature = "control"), allow(dead_code))]
 pub(crate) enum RequestedWork {
     Shrink,
-    /// Move all objects of one memory node to another.
+    /// Move all objects of one NUMA node to another.
     Move {
         from: usize,
         to: usize,

@@ -311,3 +311,27 @@ impl std::fmt::Debug for FileStore {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(shuttle)))]
+impl FileHandle {
+    /// Returns a file handle for the read end of a pipe, and the write end. A read does not end until the test writes to
+    /// the pipe.
+    pub fn of_pipe() -> (Arc<Self>, io::PipeWriter) {
+        let (reader, writer) = io::pipe().unwrap();
+        (Arc::new(Self::of_descriptor(Disk::from_descriptor(reader.into()))), writer)
+    }
+
+    pub fn of_descriptor(buffered: Disk) -> Self {
+        Self {
+            buffered,
+            direct: None,
+            alignment: Alignment { memory: 1, offset: 1 },
+            block_bytes: 1,
+            kind: FileKind::Regular,
+            is_writable: true,
+            is_limited: false,
+            is_resized: AtomicBool::new(false),
+            is_store_dropped: AtomicBool::new(false),
+        }
+    }
+}

@@ -24,7 +24,7 @@ mod backend;
 pub(super) mod regions;
 mod tables;
 #[cfg(all(test, not(shuttle)))]
-pub(crate) mod tests;
+mod tests;
 mod threads;
 
 pub use regions::RegionId;

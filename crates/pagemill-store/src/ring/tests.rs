@@ -6,7 +6,6 @@ use super::*;
 use crate::FileStore;
 use crate::errno::{EBUSY, EINVAL};
 use crate::{Aligned, FileOptions, Store};
-use pagemill_sys::disk::{Alignment, Disk, FileKind};
 use std::io::Write;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
@@ -34,30 +33,6 @@ fn wait_for_end<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>)
     match ring.next().expect("no event in time") {
         Event::Done { id, buffer, result } => (id, buffer, result),
         Event::Late { id } => panic!("{id:?} is late"),
-    }
-}
-
-/// Returns a file handle for the read end of a pipe, and the write end. A read does not end until the test writes to
-/// the pipe.
-pub(crate) fn pipe() -> (Arc<FileHandle>, io::PipeWriter) {
-    let (reader, writer) = io::pipe().unwrap();
-    let handle = FileHandle::of_descriptor(Disk::from_descriptor(reader.into()));
-    (Arc::new(handle), writer)
-}
-
-impl FileHandle {
-    fn of_descriptor(buffered: Disk) -> Self {
-        Self {
-            buffered,
-            direct: None,
-            alignment: Alignment { memory: 1, offset: 1 },
-            block_bytes: 1,
-            kind: FileKind::Regular,
-            is_writable: true,
-            is_limited: false,
-            is_resized: AtomicBool::new(false),
-            is_store_dropped: AtomicBool::new(false),
-        }
     }
 }
 
@@ -250,7 +225,7 @@ fn registered_memory_is_used() {
 #[test]
 fn in_flight_transfers_can_be_cancelled() {
     let Some(mut ring) = kernel_ring(LONG_TIMEOUT) else { return };
-    let (handle, mut writer) = pipe();
+    let (handle, mut writer) = FileHandle::of_pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let first = ring.read(file, 0, buffer(8, 0)).unwrap();
     let second = ring.read(file, 0, buffer(4, 0)).unwrap();
@@ -271,7 +246,7 @@ fn in_flight_transfers_can_be_cancelled() {
 fn late_transfers_are_reported_and_cancelled() {
     let Some(mut ring) = kernel_ring(Duration::from_millis(20)) else { return };
     let late_before = stats::get(Counter::TransfersLate);
-    let (handle, _writer) = pipe();
+    let (handle, _writer) = FileHandle::of_pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let id = ring.read(file, 0, buffer(8, 0)).unwrap();
     ring.wait(1, LONG_TIMEOUT).unwrap();
@@ -302,7 +277,7 @@ fn dropping_a_ring_frees_its_buffers() {
     }
     let Some(mut ring) = kernel_ring(LONG_TIMEOUT) else { return };
     ring.waker().unwrap();
-    let (handle, _writer) = pipe();
+    let (handle, _writer) = FileHandle::of_pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let is_freed = Arc::new(AtomicBool::new(false));
     assert!(ring.read(file, 0, DropReporter(buffer(8, 0), is_freed.clone())).is_ok());

@@ -1,4 +1,4 @@
-//! Probes of the kernel itself: release, processor, OS page, memory nodes.
+//! Probes of the kernel itself: release, processor, OS page, NUMA nodes.
 
 use super::{Checked, Feature, Finding, Group, SystemFiles, describe_error, parse_release, scratch_block, trial};
 use crate::{mem, numa};
@@ -62,7 +62,7 @@ pub(super) const FEATURES: &[Feature] = &[
     Feature {
         key: "numa",
         group: Group::Kernel,
-        name: "memory nodes",
+        name: "NUMA nodes",
         since: "",
         needed_for: "taking blocks from the node that uses them (mbind)",
         lost: "blocks come from the node that the kernel chooses",
@@ -82,7 +82,7 @@ fn release_finding(text: &str) -> Finding {
     }
 }
 
-/// Probes whether this process can choose the memory node of an address range (`mbind`).
+/// Probes whether this process can choose the NUMA node of an address range (`mbind`).
 fn probe_memory_nodes(system: &SystemFiles) -> Checked {
     let list = match system.read("/sys/devices/system/node/has_memory") {
         Ok(list) => list,

@@ -187,7 +187,7 @@ struct TableShard<K> {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 ///
-/// A test can purge all values with `Pagemill::give_all_back` of the crate `pagemill`, to check that the program
+/// A test can purge all values with `Pagemill::return_all` of the crate `pagemill`, to check that the program
 /// computes them again. Values that are being read stay, and of more than 30,000 values those used last.
 ///
 /// ```
@@ -195,7 +195,7 @@ struct TableShard<K> {
 ///
 /// let cache = VolatileCache::<u32, String>::new()?;
 /// cache.insert(1, &"one".to_owned())?;
-/// Pagemill::of_process()?.give_all_back();
+/// Pagemill::of_process()?.return_all();
 /// assert_eq!(cache.get(&1), None);
 /// # Ok::<(), pagemill::Error>(())
 /// ```

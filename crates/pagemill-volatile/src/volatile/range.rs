@@ -50,7 +50,7 @@ pub enum Contents {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 ///
-/// A test can purge all marked ranges that are not pinned with `Pagemill::give_all_back` of the crate `pagemill`, to
+/// A test can purge all marked ranges that are not pinned with `Pagemill::return_all` of the crate `pagemill`, to
 /// check that the program computes their bytes again. Ranges with [`Behaviour::Partial`] are then purged as a whole,
 /// too, unless they have more than 100 chunks.
 ///
@@ -60,7 +60,7 @@ pub enum Contents {
 /// let mut tile = VolatileBuf::new(1 << 20)?;
 /// tile.bytes_mut()?.fill(7);
 /// tile.mark()?;
-/// Pagemill::of_process()?.give_all_back();
+/// Pagemill::of_process()?.return_all();
 /// assert_eq!(tile.unmark()?, Contents::Purged { kept_bytes: 0 });
 /// # Ok::<(), pagemill::Error>(())
 /// ```

@@ -154,7 +154,7 @@ impl Model {
         // Pages are accessed after the last view was dropped, too.
         self.views = Default::default();
         let usage = self.cache.usage();
-        assert_eq!((usage.locked, usage.locked_ranges), (0, 0), "dropped views keep neither pins nor locks");
+        assert_eq!((usage.pinned, usage.locked_ranges), (0, 0), "dropped views keep neither pins nor locks");
         self.check_file(0..MAX_FILE_BYTES);
     }
 
@@ -286,7 +286,7 @@ impl Model {
         while at < self.filler.size_bytes() {
             at += self.filler.read_at(&mut bytes, at).unwrap() as u64;
         }
-        self.cache.give_back();
+        self.cache.shrink();
         self.check_lock();
     }
 

@@ -90,7 +90,7 @@ pub fn run_hits(plan: &Plan<'_>, report: &mut Report) -> Result<()> {
     for case in &cases {
         let base = (case, ANONYMOUS_POOL, COPY_NS.name);
         let spread = study.samples.get(base).map_or(0.0, |series: &Series| stats::spread(&series.values()));
-        let target = format!("hits, {}, time of {SHARED_POOL}, beside the spread of {ANONYMOUS_POOL}", name(case));
+        let target = format!("hits, {}, time of {SHARED_POOL}, with the spread of {ANONYMOUS_POOL}", name(case));
         // Rounded, because the report prints the bound.
         let bound = Bound::AtMost(((1.0 + spread.min(MAX_SPREAD)) * 1e3).round() / 1e3);
         study.judge_time_ratio(target, bound, (case, SHARED_POOL, COPY_NS.name), base);

@@ -46,7 +46,7 @@ pub fn run(arguments: &SmallArguments) -> WorkloadResult {
         ensure(is_right, || format!("file {index} is not what was written"))?;
     }
     let usage = cache.usage();
-    let in_folios = usage.huge + usage.small + usage.locked;
+    let in_folios = usage.huge + usage.small + usage.pinned;
     Ok(serde_json::json!({
         "folio_ratio": in_folios as f64 / data as f64,
         "total_ratio": usage.total() as f64 / data as f64,

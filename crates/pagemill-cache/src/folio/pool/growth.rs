@@ -216,7 +216,7 @@ mod tests {
             cache.0.pool.growth.last_use_ns.store(0, Relaxed);
             write(&file, at + 2);
             assert_eq!((caches.grow_ahead(), filled_and_free(&cache).1), (false, 3));
-            assert_eq!(cache.give_back(), 3 * BLOCK_BYTES as u64);
+            assert_eq!(cache.shrink(), 3 * BLOCK_BYTES as u64);
         }
     }
 

@@ -269,7 +269,7 @@ mod tests {
         pool.note_invalid_copy(number);
         assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), BLOCK_BYTES);
         file.truncate(0).unwrap();
-        cache.give_back();
+        cache.shrink();
         assert_eq!(mem::resident_bytes(addr, BLOCK_BYTES).unwrap(), 0);
         // SAFETY: the address is mapped, and no other thread writes there.
         assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 0);

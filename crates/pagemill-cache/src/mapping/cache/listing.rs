@@ -8,7 +8,7 @@
 //! | 56 | holder: 0 a cache, 1 an idle pool, 2 spare nodes |
 //! | 57, 58 | whether the inspection was incomplete; whether the memory is hugetlb |
 //! | 59 | shared memory: 0 none, 1 in a memfd, 2 in a tmpfs. 60 to 63 are zero |
-//! | 64, 72, 80, 88, 96, 104 | bytes: huge, small, locked, free, frames, index |
+//! | 64, 72, 80, 88, 96, 104 | bytes: huge, small, pinned, free, frames, index |
 //! | 112, 120, 128, 136 | bytes: charged, limit, dirty, locked ranges |
 
 use crate::mapping::{Caches, Holder, SharedMemory, Usage};
@@ -42,8 +42,8 @@ fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes[57] = u8::from(usage.is_partial);
     bytes[58] = u8::from(usage.is_hugetlb);
     bytes[59] = SHARED.iter().position(|shared| *shared == usage.shared).unwrap_or_default() as u8;
-    let Usage { huge, small, locked, free, frames, index, charged, limit, dirty, locked_ranges, .. } = *usage;
-    let numbers = [huge, small, locked, free, frames, index, charged, limit, dirty, locked_ranges];
+    let Usage { huge, small, pinned, free, frames, index, charged, limit, dirty, locked_ranges, .. } = *usage;
+    let numbers = [huge, small, pinned, free, frames, index, charged, limit, dirty, locked_ranges];
     for (place, bytes_of) in bytes[64..].chunks_exact_mut(8).zip(numbers) {
         place.copy_from_slice(&bytes_of.to_le_bytes());
     }
@@ -87,7 +87,7 @@ impl Record for CacheRecord {
         // The name is printed to a terminal, so control characters are replaced.
         let clean =
             |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
-        let [huge, small, locked, free, frames, index, charged, limit, dirty, locked_ranges] =
+        let [huge, small, pinned, free, frames, index, charged, limit, dirty, locked_ranges] =
             std::array::from_fn(|at| u64_at(bytes, 64 + 8 * at));
         let usage = Usage {
             name: String::from_utf8_lossy(name).chars().map(clean).collect::<String>().into(),
@@ -96,7 +96,7 @@ impl Record for CacheRecord {
             page_bytes: usize::try_from(u64_at(bytes, 40)).ok()?,
             huge,
             small,
-            locked,
+            pinned,
             locked_ranges,
             free,
             frames,
@@ -124,7 +124,7 @@ mod tests {
             page_bytes: 64 << 10,
             huge: 1,
             small: 2,
-            locked: 3,
+            pinned: 3,
             locked_ranges: 9,
             free: 4,
             frames: 5,

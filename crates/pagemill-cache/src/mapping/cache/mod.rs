@@ -727,21 +727,6 @@ impl PageCache {
         self.0.limit_bytes
     }
 
-    /// Evicts and writes back folios of files with a store until `bytes` more fit under the limit. Returns whether they
-    /// fit, until another thread allocates them.
-    pub fn make_room(&self, bytes: u64) -> bool {
-        let cache = &self.0;
-        let frees_some =
-            || cache.make_room(bytes) || cache.clean_some(bytes).unwrap_or(false) || cache.evict_at_last(bytes);
-        // Another thread may allocate the freed memory first. Then this thread evicts again.
-        while !cache.fits_limit(bytes) {
-            if bytes > cache.limit_bytes || !frees_some() {
-                return false;
-            }
-        }
-        true
-    }
-
     /// Returns an error in a fork child of the process that created the cache.
     ///
     /// # Errors
@@ -790,7 +775,7 @@ impl PageCache {
     /// pages (feature `hugetlb`) are returned when the cache ends.
     ///
     /// [`Queue`]: crate::mapping::Queue
-    pub fn give_back(&self) -> u64 {
+    pub fn shrink(&self) -> u64 {
         let freed = self.0.pool.shrink(u64::MAX);
         self.0.caches.request_lease_end(self.0.pool);
         freed

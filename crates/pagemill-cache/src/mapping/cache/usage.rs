@@ -51,7 +51,7 @@ pub struct Usage {
     /// Bytes in smaller folios that are not pinned.
     pub small: u64,
     /// Bytes in folios that are pinned or held, and so cannot be freed now.
-    pub locked: u64,
+    pub pinned: u64,
     /// Sum of the ranges that are locked in memory ([`Mapping::lock`](crate::mapping::Mapping::lock),
     /// [`View::lock`](crate::mapping::View::lock)), a part of `huge`, `small` and `locked`. A range that is locked twice
     /// counts twice.
@@ -72,14 +72,14 @@ pub struct Usage {
     pub is_hugetlb: bool,
     /// Where the file of the cache's shared memory lies; `None` if its memory is not shared.
     pub shared: Option<SharedMemory>,
-    /// Whether a walk over the pages or the files reached its time limit. If so, `locked` and `index` may be too low.
+    /// Whether a walk over the pages or the files reached its time limit. If so, `pinned` and `index` may be too low.
     pub is_partial: bool,
 }
 
 impl Usage {
     /// Returns the sum of the fields from `huge` to `index`.
     pub fn total(&self) -> u64 {
-        self.huge + self.small + self.locked + self.free + self.frames + self.index
+        self.huge + self.small + self.pinned + self.free + self.frames + self.index
     }
 
     /// Returns the memory use of the pool with index `at`. All memory of the pool counts as free.
@@ -152,8 +152,8 @@ impl Inner {
         let huge = self.huge_bytes.load(Relaxed);
         usage.huge = huge.saturating_sub(locked_huge);
         usage.small = usage.charged.saturating_sub(huge).saturating_sub(locked_small);
-        usage.locked = locked_huge + locked_small;
-        usage.free = usage.free.saturating_sub(usage.huge + usage.small + usage.locked);
+        usage.pinned = locked_huge + locked_small;
+        usage.free = usage.free.saturating_sub(usage.huge + usage.small + usage.pinned);
         usage.is_partial = deadline.is_over || !are_all_counted;
         usage
     }
@@ -256,11 +256,11 @@ mod tests {
             all.map(|()| shown).unwrap()
         };
         let partial = shown(0);
-        let Usage { is_partial, locked, small, charged, .. } = partial[0].1;
-        assert!(is_partial && locked == 0 && small == charged, "{partial:?}");
+        let Usage { is_partial, pinned, small, charged, .. } = partial[0].1;
+        assert!(is_partial && pinned == 0 && small == charged, "{partial:?}");
         let complete = shown(1 << 40);
         assert_eq!(complete[0], (Holder::Cache, cache.usage()));
-        assert_eq!(complete[0].1.locked, cache.page().bytes() as u64);
+        assert_eq!(complete[0].1.pinned, cache.page().bytes() as u64);
         assert_eq!((complete.len(), complete[1].0), (2, Holder::SpareNodes));
         drop(pin);
     }

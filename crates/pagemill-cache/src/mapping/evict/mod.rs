@@ -5,7 +5,7 @@ pub mod order;
 use crate::folio::Pool;
 use crate::folio::word::{Kind, State};
 use crate::mapping::File;
-use crate::mapping::cache::Inner;
+use crate::mapping::cache::{Inner, PageCache};
 use crate::mapping::evict::order::{Candidate, FolioState, Folios, GhostKey, MAX_BATCH};
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
@@ -154,6 +154,23 @@ impl Inner {
             rest = others;
         }
         freed
+    }
+}
+
+impl PageCache {
+    /// Evicts and writes back folios of files with a store until `bytes` more fit under the limit. Returns whether they
+    /// fit, until another thread allocates them.
+    pub fn make_room(&self, bytes: u64) -> bool {
+        let cache = &self.0;
+        let frees_some =
+            || cache.make_room(bytes) || cache.clean_some(bytes).unwrap_or(false) || cache.evict_at_last(bytes);
+        // Another thread may allocate the freed memory first. Then this thread evicts again.
+        while !cache.fits_limit(bytes) {
+            if bytes > cache.limit_bytes || !frees_some() {
+                return false;
+            }
+        }
+        true
     }
 }
 

@@ -31,7 +31,7 @@ fn chunks_ahead_during_growth_and_returns() {
             }
         });
         let returns = cache.clone();
-        let returns = shuttle::thread::spawn(move || (0..2).for_each(|_| _ = returns.give_back()));
+        let returns = shuttle::thread::spawn(move || (0..2).for_each(|_| _ = returns.shrink()));
         writers.into_iter().for_each(|writer| writer.join().unwrap());
         helper.join().unwrap();
         returns.join().unwrap();
@@ -39,7 +39,7 @@ fn chunks_ahead_during_growth_and_returns() {
         drop(files);
         assert_is_empty(&cache);
         assert!(pool.is_idle(), "each chunk is free or has no memory");
-        cache.give_back();
+        cache.shrink();
         assert_eq!((pool.filled_bytes(), pool.giveable_bytes()), (0, 0));
         caches.helper.unclaim();
     });

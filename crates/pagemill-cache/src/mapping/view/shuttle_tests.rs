@@ -504,7 +504,7 @@ fn a_view_is_dropped_during_a_fault() {
         drop(view);
         faulting.join().unwrap();
         assert!(!fault::is_readable(addr) && !fault::is_readable(addr + PAGE), "mapped after the drop of the view");
-        assert_eq!((entry::pieces(), cache.usage().locked), (0, 0));
+        assert_eq!((entry::pieces(), cache.usage().pinned), (0, 0));
         drop(file);
         assert_eq!(cache.charged_bytes(), 0);
     });

@@ -450,7 +450,7 @@ fn shrink_request_ends_with_its_cache() {
     assert!(slabs.execute(0, Action::Shrink).unwrap().is_ok());
 }
 
-/// Another process requests that the objects of one memory node are moved to another, and that nodes are balanced. The
+/// Another process requests that the objects of one NUMA node are moved to another, and that nodes are balanced. The
 /// background thread must move them, and must refuse a node that does not exist. A cache whose objects cannot be moved
 /// must refuse both.
 #[test]
