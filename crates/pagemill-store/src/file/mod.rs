@@ -34,7 +34,10 @@ use pagemill_sys::process;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+
+/// Number of stores that were dropped in this process. A ring looks for files to close only after it has changed.
+pub(super) static DROPPED_STORES: AtomicU64 = AtomicU64::new(0);
 
 /// An open file, shared by its store and the rings that use it.
 pub(crate) struct FileHandle {
@@ -294,6 +297,7 @@ impl Drop for FileStore {
             self.handle.buffered.unlock();
         }
         self.handle.is_store_dropped.store(true, SeqCst);
+        DROPPED_STORES.fetch_add(1, SeqCst);
         if Arc::strong_count(&self.handle) > 1 {
             engine::close_dropped_files();
         }

@@ -174,6 +174,9 @@ pub struct Ring<B: Buffer> {
     has_late: bool,
     /// The attached files. A [`FileId`] is an index into this vector.
     files: ManuallyDrop<Vec<Option<Arc<FileHandle>>>>,
+    /// Number of dropped stores ([`DROPPED_STORES`](super::file::DROPPED_STORES)) at the last sweep after which no file of
+    /// a dropped store was left.
+    swept_stores: Option<u64>,
     /// Whether transfers may use the kernel's table of files.
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
@@ -225,6 +228,7 @@ impl<B: Buffer> Ring<B> {
             events: VecDeque::new(),
             has_late: false,
             files: ManuallyDrop::new(Vec::new()),
+            swept_stores: None,
             has_file_table: false,
             regions: ManuallyDrop::new(Regions::new(MEMORY_TABLE_LEN)),
             has_memory_table: None,

@@ -5,7 +5,7 @@ use super::Ring;
 use super::regions::RegionId;
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, EOPNOTSUPP};
-use crate::file::{FileHandle, FileStore, IoMode};
+use crate::file::{DROPPED_STORES, FileHandle, FileStore, IoMode};
 use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
@@ -59,6 +59,8 @@ impl<B: Buffer> Ring<B> {
         debug_assert!(self.files[at].is_none(), "a free entry has no file");
         debug_assert!(self.in_flight_requests().all(|(_, request)| request.file != id), "no request uses a free entry");
         self.files[at] = Some(handle.clone());
+        // The store may have been dropped before, so the next sweep must look at the file.
+        self.swept_stores = None;
         self.register_file(id, [handle.descriptor(IoMode::Direct), handle.descriptor(IoMode::Buffered)]);
         Ok(id)
     }
@@ -95,12 +97,17 @@ impl<B: Buffer> Ring<B> {
     /// Detaches every file whose `FileStore` was dropped, unless the file has transfers in flight. The ring leaves such
     /// files open until this call. Returns whether all of them are detached.
     pub fn sweep(&mut self) -> bool {
+        let dropped_stores = DROPPED_STORES.load(SeqCst);
+        if self.swept_stores == Some(dropped_stores) {
+            return true;
+        }
         let mut are_all_detached = true;
         for at in 0..self.files.len() {
             if self.files[at].as_ref().is_some_and(|handle| handle.is_store_dropped.load(SeqCst)) {
                 are_all_detached &= self.detach(FileId(at as u32)).is_ok();
             }
         }
+        self.swept_stores = are_all_detached.then_some(dropped_stores);
         are_all_detached
     }
 
