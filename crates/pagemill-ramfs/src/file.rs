@@ -296,7 +296,8 @@ impl File {
         self.data().map_or(Ok(()), |data| Ok(data.mapping.sync()?))
     }
 
-    /// Gives the empty file a store, from which its pages are read and to which changes are written back.
+    /// Gives the empty file a store, from which its pages are read and to which changes are written back. The store must
+    /// not use files of this file system: their locks may be held while the store is called.
     ///
     /// # Errors
     ///
@@ -324,6 +325,7 @@ impl File {
     fn mapping_kept_in_memory(&self) -> Result<Option<&Mapping>> {
         let Some(data) = self.data() else { return Ok(None) };
         if let Some(segments) = &data.segments {
+            self.fs.cache.check_process()?;
             let _writing = self.active.writing.lock();
             segments.spill.keep_in_memory(data, segments)?;
         }

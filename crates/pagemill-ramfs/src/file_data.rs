@@ -85,7 +85,8 @@ impl FileData {
         let (mut at, mut sum) = (start, 0);
         while at < end {
             let Ok(Some(data)) = self.seek_data_in(at..end) else { break };
-            let hole = self.seek_hole_in(data..end).unwrap_or(end).next_multiple_of(page_bytes);
+            let Ok(hole) = self.seek_hole_in(data..end) else { break };
+            let hole = hole.next_multiple_of(page_bytes);
             sum += hole.saturating_sub(data / page_bytes * page_bytes);
             at = hole.max(data + 1);
         }

@@ -204,24 +204,52 @@ fn writes_meet_truncations_with_a_full_memory() {
 }
 
 /// A thread looks for data and holes of a file while another one truncates and extends it. Each search must return an
-/// offset from its start on, or none.
+/// offset from its start on, or none. A search from the begin of a file with bytes must find an offset.
 #[test]
 fn searches_meet_truncations() {
     run_with_settings(spill_to_memory, |fs| {
-        fs.write("/file", b"begin").unwrap();
+        fs.write("/file", &vec![1; 2 * SEGMENT]).unwrap();
+        fs.write("/fill", &vec![2; 4 * SEGMENT]).unwrap();
         let file = fs.open("/file", &OpenOptions::new().write(true)).unwrap();
-        file.set_size(4 * SEGMENT as u64).unwrap();
         let searching = fs.clone();
         let searcher = shuttle::thread::spawn(move || {
             let file = searching.open("/file", &OpenOptions::new().read(true)).unwrap();
-            let start = 3 * SEGMENT as u64;
+            assert!(file.seek(Whence::Hole, 0).unwrap() <= 4 * SEGMENT as u64);
+            let start = SEGMENT as u64 + 1;
             for whence in [Whence::Data, Whence::Hole] {
                 assert!(file.seek(whence, start).unwrap_or(start) >= start);
-                file.metadata().unwrap();
             }
+            assert!(file.metadata().unwrap().allocated_bytes <= 2 * SEGMENT as u64);
         });
-        file.set_size(0).unwrap();
+        file.set_size(100_000).unwrap();
         file.set_size(4 * SEGMENT as u64).unwrap();
         searcher.join().unwrap();
+    });
+}
+
+/// Memory and the spill store are full, and a volatile file is in the store. A write must purge it, also while another
+/// thread reads and so moves segments.
+#[test]
+fn purges_in_a_full_store_meet_reads() {
+    let settings = |builder: Builder| {
+        let store = Arc::new(MemoryStore::new(Vec::new(), 512));
+        builder.page(PageSize::new(64 << 10).unwrap()).spill(store, 1 << 20)
+    };
+    run_with_settings(settings, |fs| {
+        fs.write("/volatile", &vec![1; SEGMENT]).unwrap();
+        fs.write("/data", &vec![2; 7 * SEGMENT]).unwrap();
+        fs.mark_volatile("/volatile").unwrap();
+        let reading = fs.clone();
+        let reader = shuttle::thread::spawn(move || {
+            let file = reading.open("/data", &OpenOptions::new().read(true)).unwrap();
+            for at in [0, 3 * SEGMENT as u64] {
+                let mut bytes = [0; 10];
+                assert_eq!((file.read_at(&mut bytes, at).unwrap(), bytes), (10, [2; 10]));
+            }
+        });
+        fs.write("/new", &[3]).unwrap();
+        reader.join().unwrap();
+        assert!(fs.unmark_volatile("/volatile").unwrap());
+        assert_eq!(fs.read("/new").unwrap(), [3]);
     });
 }

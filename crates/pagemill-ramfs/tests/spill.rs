@@ -520,37 +520,77 @@ fn a_fork_child_changes_nothing() {
     assert!([&fs, &disk_fs].iter().all(|fs| fs.read("/file").unwrap() == bytes));
 }
 
-/// Memory is full of clean pages of a file with a store of its own. A write into a segment in the spill store must evict
-/// them.
-#[test]
-fn clean_pages_make_room_for_spilled_data() {
-    let fs = new();
+/// Moves a file of 100,000 bytes to the store.
+fn spill_small_file(fs: &RamFs) -> File {
     fs.write("/small", &[1; 100_000]).unwrap();
-    // Moves the small file to the store.
     fs.write("/large", &vec![2; MIB as usize]).unwrap();
     fs.remove_file("/large").unwrap();
-    let stored = open(&fs, "/stored");
-    stored.set_store(Arc::new(MemoryStore::new(vec![3; 2 * MIB as usize], 512))).unwrap();
-    assert_eq!(read_all(&stored, 2 * MIB as usize, 0).unwrap(), vec![3; 2 * MIB as usize]);
     assert_eq!(fs.usage().spilled_bytes, 25 * 4096);
-    let small = open(&fs, "/small");
-    small.write_at(b"x", 200_000).unwrap();
-    assert_eq!(fs.usage().spilled_bytes, 0);
-    assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
+    open(fs, "/small")
 }
 
-/// A file that stays in memory leaves too little room for a write. Volatile files whose bytes are all in the store must
-/// stay: to purge them frees no memory.
+/// Memory is full of clean pages of a file with a store of its own, or has some of them and too few free pages. A write
+/// into a segment in the spill store must evict clean pages.
+#[test]
+fn clean_pages_make_room_for_spilled_data() {
+    for (pinned_pages, stored_pages) in [(0, 512), (220, 16)] {
+        let fs = new();
+        let small = spill_small_file(&fs);
+        fs.write("/pinned", &vec![2; pinned_pages * 4096]).unwrap();
+        let pinned = open(&fs, "/pinned");
+        assert!(pinned_pages == 0 || pinned.mapping().is_some());
+        let (stored, bytes) = (open(&fs, "/stored"), vec![3; stored_pages * 4096]);
+        stored.set_store(Arc::new(MemoryStore::new(bytes.clone(), 512))).unwrap();
+        assert_eq!(read_all(&stored, bytes.len(), 0).unwrap(), bytes);
+        small.write_at(b"x", 200_000).unwrap();
+        assert_eq!(fs.usage().spilled_bytes, 0);
+        assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
+    }
+}
+
+/// A file has dirty pages for a store that fails. Other files must be read and written all the same: their segments move
+/// to the spill store.
+#[test]
+fn other_files_do_not_need_a_failing_store() {
+    let fs = new();
+    let small = spill_small_file(&fs);
+    let store = Arc::new(FaultyStore::new(MemoryStore::new(vec![3; 4096], 512)));
+    let stored = open(&fs, "/stored");
+    stored.set_store(store.clone()).unwrap();
+    stored.write_at(b"dirty", 0).unwrap();
+    store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
+    fs.write("/fill", &vec![2; 2 * MIB as usize]).unwrap();
+    assert_eq!(fs.read("/small").unwrap(), [1; 100_000]);
+    small.write_at(b"x", 200_000).unwrap();
+    assert!(fs.read("/fill").unwrap() == vec![2; 2 * MIB as usize]);
+    store.set_faults(Faults::default());
+    // The first sync may report the failure again.
+    let _ = stored.sync();
+    stored.sync().unwrap();
+    let mut bytes = [0; 512];
+    store.read(0, &mut bytes).unwrap();
+    assert_eq!(&bytes[..5], b"dirty");
+}
+
+/// A file that stays in memory leaves too little room for a write, or the store fails. Volatile files whose bytes are all
+/// in the store must stay: to purge them frees no memory.
 #[test]
 fn spilled_volatile_files_stay_while_the_store_has_room() {
-    let fs = new();
-    fs.write("/cache", &vec![1; 200_000]).unwrap();
-    fs.write("/pinned", &vec![2; MIB as usize - 40 * 1024]).unwrap();
-    assert!(open(&fs, "/pinned").mapping().is_some());
-    fs.mark_volatile("/cache").unwrap();
-    assert!(matches!(write_all(&open(&fs, "/other"), &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
-    assert!(!fs.unmark_volatile("/cache").unwrap());
-    assert_eq!(fs.read("/cache").unwrap(), vec![1; 200_000]);
+    for is_failing in [false, true] {
+        let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
+        let fs = new_with(store.clone(), 64 * MIB, |builder| builder);
+        fs.write("/cache", &vec![1; 200_000]).unwrap();
+        fs.write("/rest", &vec![2; MIB as usize - 40 * 1024]).unwrap();
+        assert!(is_failing || open(&fs, "/rest").mapping().is_some());
+        fs.mark_volatile("/cache").unwrap();
+        if is_failing {
+            store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
+        }
+        assert!(matches!(write_all(&open(&fs, "/other"), &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
+        store.set_faults(Faults::default());
+        assert!(!fs.unmark_volatile("/cache").unwrap());
+        assert_eq!(fs.read("/cache").unwrap(), vec![1; 200_000]);
+    }
 }
 
 /// Writes that would end behind the largest offset must be refused, with and without a quota and a spill store.

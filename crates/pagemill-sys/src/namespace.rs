@@ -18,11 +18,11 @@ use std::io;
 /// forbidden or limited. Errors of writing `/proc/self/setgroups`, `uid_map` and `gid_map`, and of `mount(2)`; the process
 /// may then be in new namespaces already, so it should end.
 pub fn enter_mounts() -> io::Result<()> {
-    if fs::read_dir("/proc/self/task")?.count() != 1 {
-        return Err(io::ErrorKind::InvalidInput.into());
+    if fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1) {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     let (user, group) = (geteuid().as_raw(), getegid().as_raw());
-    // SAFETY: the process has one thread, which was checked above.
+    // SAFETY: the process has one thread, as far as `/proc` shows.
     if unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.is_err() {
         // SAFETY: as for the previous call.
         unsafe { unshare_unsafe(UnshareFlags::NEWUSER | UnshareFlags::NEWNS) }?;

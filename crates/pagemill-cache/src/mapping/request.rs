@@ -584,11 +584,21 @@ impl File {
                 // Another thread may allocate the freed memory first. Then this thread evicts again.
                 Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
                 // All folios may be dirty.
-                Err(_) if self.cache.clean_some(self.page_bytes() as u64)? => {}
+                Err(_) if self.clean_some()? => {}
                 Err(_) if self.cache.evict_at_last(self.page_bytes() as u64) => {}
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Writes dirty folios of the cache back. Returns whether some became clean.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store that failed, for a file with a store. A file in memory has nothing to do with that store.
+    fn clean_some(&self) -> Result<bool> {
+        let result = self.cache.clean_some(self.page_bytes() as u64);
+        if self.store.is_some() { result } else { Ok(result.unwrap_or(false)) }
     }
 
     /// Allocates a folio. For a file with a store, evicts once if the limit is reached. More attempts for a huge folio

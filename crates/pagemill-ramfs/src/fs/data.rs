@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::file_data::{Allocate, FileData};
 use crate::inode::{Inode, InodeHandle};
 use crate::quota::Domain;
-use crate::spill::Spill;
+use crate::spill::{Room, Spill};
 use crate::watch::EventKind;
 use pagemill_cache::Mapping;
 use pagemill_slab::{Handle, enter};
@@ -66,6 +66,7 @@ impl Inner {
         if from.is_empty() {
             return Ok(0);
         }
+        self.cache.check_process()?;
         let _writing = active.writing.lock();
         let offset = offset.unwrap_or_else(|| self.size_of(active));
         if offset.checked_add(from.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
@@ -73,22 +74,21 @@ impl Inner {
         }
         self.note_modified(active.inode, keeps_set_id)?;
         let data = self.data_for_write(active)?;
-        let lacks_space = || self.spill.as_ref().is_some_and(|spill| spill.lacks_space());
-        let written = loop {
-            match self.write_bytes(data, from, offset, || self.purge_one(Purge::Memory)) {
-                // Frees space in the spill store, so that other data can move there.
-                Err(Error::NoSpace { .. }) if lacks_space() && self.purge_one(Purge::Anywhere) => {}
-                written => break written?,
-            }
-        };
+        let written = self.write_bytes(data, from, offset, |which| self.purge_one(which))?;
         self.watches.notify(EventKind::Modified, active.ino, b"");
         Ok(written)
     }
 
-    /// Writes bytes at `offset`. If the file system is full, calls `purge`, which returns whether memory became free,
-    /// then moves data to the spill store. Returns the number of bytes written, which may be fewer than
-    /// `from` has. The caller has the lock `writing`.
-    fn write_bytes(&self, data: &Arc<FileData>, from: &[u8], offset: u64, purge: impl Fn() -> bool) -> Result<usize> {
+    /// Writes bytes at `offset`. If the file system is full, calls `purge` for files in memory, which returns whether one
+    /// was purged, then moves data to the spill store; if that is full, calls `purge` for files anywhere. Returns the
+    /// number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
+    fn write_bytes(
+        &self,
+        data: &Arc<FileData>,
+        from: &[u8],
+        offset: u64,
+        purge: impl Fn(Purge) -> bool,
+    ) -> Result<usize> {
         let write = |from: &[u8], offset| match &data.domain {
             None => Ok(data.mapping.write_at(from, offset)?),
             Some(domain) => self.write_charged(data, domain, from, offset),
@@ -99,9 +99,18 @@ impl Inner {
         loop {
             let seen = self.spill.as_ref().map(|spill| spill.releases());
             let make_room = |spill: &Arc<Spill>| spill.make_room(from.len() as u64, None, seen.unwrap_or_default());
-            match write(from, offset) {
-                Err(Error::NoSpace { .. }) if purge() || self.spill.as_ref().is_some_and(make_room) => {}
-                written => return written,
+            let written = write(from, offset);
+            if !matches!(written, Err(Error::NoSpace { .. })) {
+                return written;
+            }
+            let has_room = purge(Purge::Memory)
+                || match self.spill.as_ref().map_or(Room::None, make_room) {
+                    Room::Freed => true,
+                    Room::StoreFull => purge(Purge::Anywhere),
+                    Room::None => false,
+                };
+            if !has_room {
+                return written;
             }
         }
     }
@@ -150,6 +159,7 @@ impl Inner {
 
     /// Sets the length of a file.
     pub fn truncate(&self, active: &Active, size_bytes: u64, keeps_set_id: bool) -> Result<()> {
+        self.cache.check_process()?;
         let _writing = active.writing.lock();
         if size_bytes > i64::MAX as u64 {
             return Err(Error::Invalid { what: "a length beyond the largest offset" });
@@ -180,6 +190,7 @@ impl Inner {
         let most_bytes = i64::MAX as u64;
         let end = offset.checked_add(len_bytes).filter(|end| *end <= most_bytes);
         let end = end.ok_or(Error::FileTooLarge { size_bytes: offset.saturating_add(len_bytes), most_bytes })?;
+        self.cache.check_process()?;
         let _writing = active.writing.lock();
         let size = self.size_of(active);
         let keeps_size = matches!(how, Allocate::KeepSize | Allocate::ZeroKeepSize);
@@ -243,7 +254,7 @@ impl Inner {
         let mut at = start;
         while at < end {
             let zeros = &ZEROS[..ZEROS.len().min((end - at) as usize)];
-            let written = self.write_bytes(data, zeros, at, || false)?;
+            let written = self.write_bytes(data, zeros, at, |_| false)?;
             filled.push((at, written as u64));
             at += written as u64;
         }

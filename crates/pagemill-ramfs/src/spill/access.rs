@@ -2,10 +2,11 @@
 
 use super::extents::Extent;
 use super::segments::{PageSet, Segment, Segments};
-use super::{MAX_WAIT_NS, Spill, store_failed};
+use super::{MAX_WAIT_NS, Room, Spill, store_failed};
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
-use pagemill_core::sync::{Relaxed, coarse_ns};
+use crate::fs::volatile::Purge;
+use pagemill_core::sync::{Acquire, Relaxed, coarse_ns, pause};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -52,7 +53,8 @@ impl Spill {
                 Ok(()) => return Ok(data.mapping.read_at(to, offset)?),
                 Err(Error::NoSpace { .. }) => {
                     drop(locked);
-                    may_restore = !is_late(begun_ns) && self.make_room(self.bytes_of(spilled.pages), None, seen);
+                    let room = self.make_room(self.bytes_of(spilled.pages), None, seen);
+                    may_restore = room == Room::Freed && !is_late(begun_ns);
                 }
                 Err(error @ Error::Memory(pagemill_core::Error::Store { .. })) => return Err(error),
                 Err(_) => may_restore = false,
@@ -81,9 +83,9 @@ impl Spill {
         PageSet::of(range.start / self.page_bytes..range.end.div_ceil(self.page_bytes))
     }
 
-    /// Writes bytes at `offset` through `write`, which writes into the mapping. If memory is used up, calls `purge`, which
-    /// returns whether memory became free, and otherwise evicts segments. Without memory, overwrites pages in the store.
-    /// Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
+    /// Writes bytes at `offset` through `write`, which writes into the mapping. If memory is used up, calls `purge` for files
+    /// in memory, which returns whether one was purged, and otherwise evicts segments. Without memory, overwrites pages in
+    /// the store. If the store is full, calls `purge` for files anywhere. Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
     ///
     /// # Errors
     ///
@@ -95,10 +97,9 @@ impl Spill {
         from: &[u8],
         offset: u64,
         write: impl Fn(&[u8], u64) -> Result<usize>,
-        purge: impl Fn() -> bool,
+        purge: impl Fn(Purge) -> bool,
     ) -> Result<usize> {
         debug_assert!(offset.checked_add(from.len() as u64).is_some(), "the caller checked the range");
-        self.cache.check_process()?;
         let mut done = 0;
         while done < from.len() {
             let at = offset + done as u64;
@@ -120,7 +121,7 @@ impl Spill {
         from: &[u8],
         offset: u64,
         write: &impl Fn(&[u8], u64) -> Result<usize>,
-        purge: &impl Fn() -> bool,
+        purge: &impl Fn(Purge) -> bool,
     ) -> Result<usize> {
         let (index, begun_ns) = (self.index_of(offset), coarse_ns());
         loop {
@@ -137,11 +138,26 @@ impl Spill {
             }
             drop(locked);
             let Err(error @ Error::NoSpace { .. }) = written else { return written };
+            let moves_ended = self.moves_ended.load(Acquire);
             let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
             let own = Some((segments.file_number, index));
-            if is_late(begun_ns) || !purge() && !self.make_room(wanted, own, seen) {
-                return self.overwrite_in_store(data, segments, index, from, offset).unwrap_or(Err(error));
+            let is_late = is_late(begun_ns);
+            let has_purged = !is_late && purge(Purge::Memory);
+            let room = if has_purged { Room::Freed } else { self.make_room(wanted, own, seen) };
+            if room == Room::Freed && !is_late {
+                continue;
             }
+            if let Some(done) = self.overwrite_in_store(data, segments, index, from, offset) {
+                return done;
+            }
+            // Space in the store lets other segments move there.
+            let may_move = room == Room::StoreFull
+                // Another thread's move takes both memory and space, of which one becomes free.
+                && (purge(Purge::Anywhere) || !is_late && self.moves_begun.load(Acquire) > moves_ended);
+            if !may_move {
+                return Err(error);
+            }
+            pause();
         }
     }
 
@@ -205,7 +221,6 @@ impl Spill {
     ///
     /// [`Error::NoSpace`], errors of the store. The file's segments then move as before.
     pub fn keep_in_memory(&self, data: &Arc<FileData>, segments: &Segments) -> Result<()> {
-        self.cache.check_process()?;
         if segments.is_kept_in_memory() {
             return Ok(());
         }
@@ -226,7 +241,8 @@ impl Spill {
                     Ok(()) => return Ok(()),
                     Err(error @ Error::NoSpace { .. }) => {
                         drop(locked);
-                        if is_late(begun_ns) || !self.make_room(self.bytes_of(spilled.pages), None, seen) {
+                        let room = self.make_room(self.bytes_of(spilled.pages), None, seen);
+                        if room != Room::Freed || is_late(begun_ns) {
                             return Err(error);
                         }
                     }
@@ -236,11 +252,11 @@ impl Spill {
         });
         restored.inspect_err(|_| segments.set_kept_in_memory(false))?;
         let copies = indices.into_iter().filter_map(|index| self.take_segment(segments, index));
-        copies.for_each(|(copy, pages)| self.extents.free(copy, pages));
+        copies.for_each(|(copy, pages)| self.extents.free_discharged(copy, pages));
         Ok(())
     }
 
-    /// Removes a segment. Returns its copy, which the caller frees. The mapping does not change.
+    /// Removes a segment. Returns its copy, which is discharged, and which the caller frees. The mapping does not change.
     pub(super) fn take_segment(&self, segments: &Segments, index: u64) -> Option<(Extent, PageSet)> {
         let _locked = self.lock(segments, index);
         let segment = segments.get(index)?;
@@ -250,7 +266,10 @@ impl Spill {
         } else if segment.copy.is_some() {
             self.unchanged_copies.fetch_sub(1, Relaxed);
         }
-        segment.copy.map(|copy| (copy, segment.pages))
+        segment.copy.map(|copy| {
+            self.extents.discharge(segment.pages.count());
+            (copy, segment.pages)
+        })
     }
 }
 

@@ -33,12 +33,12 @@ impl Spill {
         self.count_release();
         let copies = self.take_copies(segments, first_behind);
         drop(frozen);
-        copies.into_iter().for_each(|(copy, pages)| self.extents.free(copy, pages));
+        copies.into_iter().for_each(|(copy, pages)| self.extents.free_discharged(copy, pages));
         Ok(())
     }
 
-    /// Removes the segments from `first` on. Returns their copies, which the caller frees. So no eviction waits for the
-    /// store.
+    /// Removes the segments from `first` on. Returns their copies, which are discharged, and which the caller frees: no
+    /// eviction waits for the store.
     fn take_copies(&self, segments: &Segments, first: u64) -> Vec<(Extent, PageSet)> {
         let indices = segments.indices(first..u64::MAX);
         indices.into_iter().filter_map(|index| self.take_segment(segments, index)).collect()
@@ -143,7 +143,7 @@ impl Spill {
         let _ = data.mapping.truncate(0);
         self.count_release();
         let copies = self.take_copies(segments, 0);
-        copies.into_iter().for_each(|(copy, pages)| self.extents.free(copy, pages));
+        copies.into_iter().for_each(|(copy, pages)| self.extents.free_discharged(copy, pages));
     }
 }
 

@@ -69,14 +69,30 @@ impl Extents {
 
     /// Frees the extent of a copy with these pages.
     pub fn free(&self, extent: Extent, pages: PageSet) {
-        self.discard(extent, pages);
+        self.discharge(pages.count());
+        self.free_discharged(extent, pages);
+    }
+
+    /// Subtracts pages of copies from the used ones. The caller discards them, which may take longer: other threads need
+    /// not wait for the store.
+    pub fn discharge(&self, pages: u64) {
+        let before = self.used_pages.fetch_sub(pages, Relaxed);
+        debug_assert!(before >= pages, "pages of copies are freed once");
+    }
+
+    /// As [`Extents::free`], for a copy whose pages were discharged.
+    pub fn free_discharged(&self, extent: Extent, pages: PageSet) {
+        self.discard_discharged(extent, pages);
         self.space.with(|space| space.free.push(Reverse(extent)));
     }
 
     /// Frees the space of some pages of a copy.
     pub fn discard(&self, extent: Extent, pages: PageSet) {
-        let before = self.used_pages.fetch_sub(pages.count(), Relaxed);
-        debug_assert!(before >= pages.count(), "pages of copies are freed once");
+        self.discharge(pages.count());
+        self.discard_discharged(extent, pages);
+    }
+
+    fn discard_discharged(&self, extent: Extent, pages: PageSet) {
         for run in pages.runs() {
             // A store that cannot free the space keeps it for the extent's next copy.
             let _ = self.store.discard(self.offset_of(extent, run.start), (run.end - run.start) * self.page_bytes);

@@ -40,7 +40,7 @@ use segments::{MAX_PAGES, PageSet, Segment};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
+use std::sync::atomic::Ordering::AcqRel;
 
 /// Bytes of a segment, unless a page is larger.
 const SEGMENT_BYTES: u64 = 256 << 10;
@@ -65,16 +65,27 @@ pub(crate) struct Spill {
     next_entry_number: AtomicU64,
     /// Number of evictions, truncations and holes that freed memory of files with segments.
     releases: AtomicU64,
+    /// Number of moves to memory or to the store that began, and that ended. During a move a segment takes both memory and
+    /// space of the store.
+    moves_begun: AtomicU64,
+    moves_ended: AtomicU64,
     /// Pages that are in the store only.
     spilled_pages: AtomicU64,
     /// Number of copies of resident segments.
     unchanged_copies: AtomicU64,
-    /// Whether the last call of `make_room` met a store that is full or fails.
-    lacks_space: AtomicBool,
     /// The cache of all files.
     cache: PageCache,
     page_bytes: u64,
     segment_bytes: u64,
+}
+
+/// The result of an attempt to free memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Room {
+    Freed,
+    /// There is none, and the store has no space for segments that would move.
+    StoreFull,
+    None,
 }
 
 /// The result of one turn of a segment.
@@ -110,9 +121,10 @@ impl Spill {
             next_file: AtomicU64::new(0),
             next_entry_number: AtomicU64::new(0),
             releases: AtomicU64::new(0),
+            moves_begun: AtomicU64::new(0),
+            moves_ended: AtomicU64::new(0),
             spilled_pages: AtomicU64::new(0),
             unchanged_copies: AtomicU64::new(0),
-            lacks_space: AtomicBool::new(false),
             cache,
             page_bytes,
             segment_bytes,
@@ -127,11 +139,6 @@ impl Spill {
     /// Returns the bytes that are in the store only.
     pub fn spilled_bytes(&self) -> u64 {
         self.spilled_pages.load(Relaxed) * self.page_bytes
-    }
-
-    /// Returns whether the last eviction stopped because the store is full or fails.
-    pub fn lacks_space(&self) -> bool {
-        self.lacks_space.load(Relaxed)
     }
 
     /// Returns the maximum bytes of copies in the store.
@@ -181,15 +188,19 @@ impl Spill {
         self.releases.fetch_add(1, AcqRel);
     }
 
-    /// Evicts segments until this call has freed `bytes` of memory, each entry had two turns, or the store failed. Returns
-    /// whether memory became free since the caller read `seen` ([`Spill::releases`]), also through other threads. The
-    /// caller reads `seen` before it tries to get memory. `own` is the file number and index of the segment that the caller
-    /// needs; an eviction of that segment does not count. The caller holds no segment lock.
-    pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, seen: u64) -> bool {
-        let (mut freed, mut own_releases, mut has_dropped_copies) = (0, 0, false);
+    /// Evicts clean pages of files with a store of their own, or segments, until `bytes` of memory became free, each entry
+    /// had two turns, or the store failed. Memory that became free since the caller read `seen` ([`Spill::releases`])
+    /// counts, also through other threads. The caller reads `seen` before it tries to get memory. `own` is the file number
+    /// and index of the segment that the caller needs; an eviction of that segment does not count. The caller holds no
+    /// segment lock.
+    pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, seen: u64) -> Room {
+        if self.cache.evict_clean(bytes) {
+            self.count_release();
+            return Room::Freed;
+        }
+        let (mut freed, mut own_releases, mut is_store_full) = (0, 0, false);
         // In a second round no segment gets a second chance, so the two rounds reach all.
         let (round, mut turns) = (self.order.len(), 0);
-        self.lacks_space.store(false, Relaxed);
         while freed < bytes && turns < 2 * round {
             let taken = match self.order.take_first() {
                 First::Entry(taken) => taken,
@@ -208,18 +219,21 @@ impl Spill {
                 Ok(Outcome::Freed(more)) => freed += more,
                 Ok(Outcome::Gone) => {}
                 Ok(Outcome::Stays) => taken.put_back(),
-                // The store is full, or fails. Space of copies that are not needed may help.
-                Err(_) => {
+                // The store is full, or fails. Space of copies that are not needed may help, if no other thread takes it.
+                Err(error) => {
                     taken.put_back();
-                    if has_dropped_copies || !self.drop_copies() {
-                        self.lacks_space.store(true, Relaxed);
+                    is_store_full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+                    if !self.drop_copies() {
                         break;
                     }
-                    has_dropped_copies = true;
                 }
             }
         }
-        self.releases() != seen + own_releases
+        match self.releases() != seen + own_releases {
+            true => Room::Freed,
+            false if is_store_full => Room::StoreFull,
+            false => Room::None,
+        }
     }
 
     /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
@@ -261,6 +275,9 @@ impl Spill {
         let freed = segments.evict(index, spilled, &data.mapping);
         self.spilled_pages.fetch_add(pages.count(), Relaxed);
         self.count_release();
+        if old.copy.is_none() {
+            self.moves_ended.fetch_add(1, AcqRel);
+        }
         Ok(Outcome::Freed(freed))
     }
 
@@ -280,14 +297,16 @@ impl Spill {
         Some(pages)
     }
 
-    /// Writes these pages of a resident segment to a new extent. Returns `None` if a folio in use prevents the read. The
-    /// caller holds the segment's lock.
+    /// Writes these pages of a resident segment to a new extent, which begins a move. Returns `None` if a folio in use
+    /// prevents the read. The caller holds the segment's lock.
     ///
     /// # Errors
     ///
     /// `ENOSPC` if the store is full, errors of the store.
     fn create_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<Option<Extent>> {
-        let copy = self.extents.allocate(pages.count())?;
+        self.moves_begun.fetch_add(1, AcqRel);
+        let allocated = self.extents.allocate(pages.count());
+        let copy = allocated.inspect_err(|_| _ = self.moves_begun.fetch_sub(1, AcqRel))?;
         let written = self.extents.with_buffer(|buffer| {
             let Range { start, end } = self.range_of(index);
             let wanted = end.min(data.mapping.size_bytes()).saturating_sub(start) as usize;
@@ -299,8 +318,13 @@ impl Spill {
         });
         if !matches!(written, Ok(true)) {
             self.extents.free(copy, pages);
+            self.moves_ended.fetch_add(1, AcqRel);
         }
         Ok(written?.then_some(copy))
+    }
+
+    fn no_memory(&self) -> Error {
+        Error::NoSpace { what: "bytes", used: self.cache.charged_bytes(), limit: self.cache.limit_bytes() }
     }
 
     /// Brings a spilled segment back into memory. The caller holds the segment's lock. After an error it frees the pages
@@ -312,14 +336,20 @@ impl Spill {
     /// [`Error::NoSpace`] without memory for all pages, errors of the mapping and of the store. The segment stays spilled.
     fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
-        let copy = old.copy.expect("a spilled segment has a copy");
         debug_assert!(!old.is_resident, "only a spilled segment is restored");
-        let full =
-            || Error::NoSpace { what: "bytes", used: self.cache.charged_bytes(), limit: self.cache.limit_bytes() };
         // Saves the transfer if there is no room anyway.
-        if !self.cache.make_room(self.bytes_of(old.pages)) {
-            return Err(full());
+        if self.cache.charged_bytes() + self.bytes_of(old.pages) > self.cache.limit_bytes() {
+            return Err(self.no_memory());
         }
+        self.moves_begun.fetch_add(1, AcqRel);
+        let restored = self.fill(data, segments, index, old, seen);
+        self.moves_ended.fetch_add(1, AcqRel);
+        restored
+    }
+
+    /// Fills the pages of a spilled segment from its copy; the errors are those of [`Spill::restore`].
+    fn fill(&self, data: &Arc<FileData>, segments: &Segments, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
+        let copy = old.copy.expect("a spilled segment has a copy");
         let Range { start, end } = self.range_of(index);
         if matches!(data.mapping.seek_data_in(start..end), Ok(Some(_))) {
             // Left by an eviction that could not remove all pages. The copy may have changed since.
@@ -335,7 +365,7 @@ impl Spill {
                 let bytes = &buffer[from as usize..to as usize];
                 match data.mapping.write_at(bytes, start + from)? {
                     written if written == bytes.len() => Ok(()),
-                    _ => Err(full()),
+                    _ => Err(self.no_memory()),
                 }
             })
         });
@@ -393,7 +423,7 @@ fn store_failed(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
 
 #[cfg(all(test, not(shuttle)))]
 mod tests {
-    use super::SEGMENT_BYTES;
+    use super::{Room, SEGMENT_BYTES};
     use crate::file_data::FileData;
     use crate::fs::walk::Last;
     use crate::{Allocate, OpenOptions, Quota, RamFs};
@@ -421,10 +451,10 @@ mod tests {
         fs.write("/file", &bytes).unwrap();
         let (data, spill) = (data_of(&fs, "/file"), fs.inner.spill.as_ref().unwrap());
         let held = data.mapping.hold(100_000).unwrap();
-        assert!(!spill.make_room(1, None, spill.releases()));
+        assert_eq!(spill.make_room(1, None, spill.releases()), Room::None);
         drop(held);
         assert!(fs.read("/file").unwrap() == bytes && spill.spilled_bytes() == 0);
-        assert!(spill.make_room(1, None, spill.releases()) && spill.spilled_bytes() == 49 * 4096);
+        assert!(spill.make_room(1, None, spill.releases()) == Room::Freed && spill.spilled_bytes() == 49 * 4096);
         assert!(fs.read("/file").unwrap() == bytes);
     }
     /// A log grows at its end and is punched at its begin. Parts that are gone must leave no segments behind, neither

@@ -169,6 +169,7 @@ impl Segments {
 
     /// As [`Mapping::seek_data_in`], with the pages that are in the store only.
     pub fn seek_data_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<Option<u64>> {
+        self.spill.cache.check_process()?;
         self.by_index.with(|segments| {
             let resident = mapping.seek_data_in(range.clone())?;
             // The file may have become shorter since.
@@ -189,6 +190,7 @@ impl Segments {
 
     /// As [`Mapping::seek_hole_in`], with the pages that are in the store only.
     pub fn seek_hole_in(&self, mapping: &Mapping, range: Range<u64>) -> Result<u64> {
+        self.spill.cache.check_process()?;
         self.by_index.with(|segments| {
             let start = range.start;
             let mut at = mapping.seek_hole_in(range.clone())?;
@@ -203,7 +205,15 @@ impl Segments {
                     return Ok(at);
                 }
                 let hole = (whole.start + hole_page * self.spill.page_bytes).min(whole.end);
-                at = if hole < end { mapping.seek_hole_in(hole..end)? } else { end };
+                if hole >= end {
+                    break;
+                }
+                at = match mapping.seek_hole_in(hole..end) {
+                    Ok(at) => at,
+                    // The file became shorter: its end is a hole.
+                    Err(pagemill_core::Error::PastEnd { size_bytes, .. }) => return Ok(size_bytes.clamp(start, end)),
+                    Err(error) => return Err(error.into()),
+                };
             }
             Ok(end)
         })

@@ -158,19 +158,13 @@ impl Inner {
 }
 
 impl PageCache {
-    /// Evicts and writes back folios of files with a store until `bytes` more fit under the limit. Returns whether they
-    /// fit, until another thread allocates them.
-    pub fn make_room(&self, bytes: u64) -> bool {
+    /// Evicts clean folios of files with a store, so that `bytes` more fit under the limit. Writes nothing back. Returns
+    /// whether it freed what was missing. Returns false if nothing was missing, and in a fork child.
+    #[doc(hidden)] // for the spill store of pagemill-ramfs
+    pub fn evict_clean(&self, bytes: u64) -> bool {
         let cache = &self.0;
-        let frees_some =
-            || cache.make_room(bytes) || cache.clean_some(bytes).unwrap_or(false) || cache.evict_at_last(bytes);
-        // Another thread may allocate the freed memory first. Then this thread evicts again.
-        while !cache.fits_limit(bytes) {
-            if bytes > cache.limit_bytes || !frees_some() {
-                return false;
-            }
-        }
-        true
+        let missing = cache.charged_bytes.load(Relaxed).saturating_add(bytes).saturating_sub(cache.limit_bytes);
+        cache.check().is_ok() && missing > 0 && (cache.evict_some(missing) || cache.evict_at_last(missing))
     }
 }
 
