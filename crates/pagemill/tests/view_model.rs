@@ -63,3 +63,18 @@ proptest! {
         run(BLOCK_BYTES, false, true, &steps);
     }
 }
+
+/// Most pages of a small cache are locked. The scan for an eviction must reach the others.
+#[test]
+fn locked_pages_do_not_stop_evictions() {
+    let steps = [
+        [0, 3, 0, 5, 108, 76, 119, 31],
+        [0, 2, 224, 114, 206, 159, 11, 135],
+        [14, 0, 79, 11, 120, 173, 151, 175],
+        [8, 2, 218, 61, 48, 45, 250, 233],
+        [14, 3, 63, 255, 72, 211, 234, 165],
+        [12, 3, 15, 102, 48, 122, 186, 11],
+        [25, 3, 215, 14, 163, 142, 210, 79],
+    ];
+    run(BLOCK_BYTES, false, true, &steps.map(Step::decode));
+}

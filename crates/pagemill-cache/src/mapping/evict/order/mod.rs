@@ -399,6 +399,9 @@ impl Order {
     pub fn put_back(&self, candidate: &Candidate) {
         let queue = if candidate.part == CachePart::New { Queue::DeferredNew } else { Queue::DeferredMain };
         self.state.with(|state| {
+            // Locked folios are chosen and put back each time. They must not cause the next scan of deferred folios, in
+            // which they would be chosen again.
+            state.chosen_pages = state.chosen_pages.saturating_sub(1 << candidate.order);
             // The page may have been entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
                 state.queues.push(&self.links, candidate.number, candidate.order, queue);
@@ -545,6 +548,9 @@ impl QueueState {
     /// Scans one folio: returns it as a candidate for eviction, or moves it to another queue.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         debug_assert!(self.new_pages() <= self.queues.total());
+        if self.chosen_pages > 0 && self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
+            self.rescan_deferred();
+        }
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [CachePart::New, CachePart::Main] } else { [CachePart::Main, CachePart::New] };
         let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((CachePart::New, Queue::NoReuse));
@@ -590,9 +596,6 @@ impl QueueState {
             return ScanStep::Next;
         }
         self.chosen_pages += 1 << order;
-        if self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
-            self.rescan_deferred();
-        }
         ScanStep::Found(Candidate { number, order, part })
     }
 }

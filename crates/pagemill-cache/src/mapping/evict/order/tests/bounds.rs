@@ -243,7 +243,8 @@ fn a_huge_folio_counts_its_pages() {
     fixture.fake.used.borrow_mut().insert(0);
     assert_eq!((fixture.step(), fixture.state.passed_excess), (None, 8));
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(8), 8));
-    assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 0), "16 of 64 are an eighth");
+    assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 16));
+    assert_eq!((fixture.step().is_some(), fixture.state.chosen_pages), (true, 1), "16 of 64 are an eighth");
 
     let mut fixture = QueueFixture::new(&[]);
     fixture.state.queues.push(&fixture.links, 0, HUGE_ORDER, Queue::DeferredNew);
