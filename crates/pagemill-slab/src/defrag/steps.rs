@@ -141,9 +141,9 @@ pub(crate) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
         loop {
             let used_slabs_and_blocks = engine.used_slabs_and_blocks();
             let criteria = Criteria { percent: ABOVE_FULL_PERCENT, pass: engine.passes.begin_next(), block_pass };
-            let mut was_stopped = false;
+            let (mut was_stopped, mut slice) = (false, SLICE_DURATION);
             let is_finished = loop {
-                let is_done = run_slice(engine, engine.drain_magazines()?, mover, &criteria, SLICE_DURATION).is_done;
+                let is_done = run_slice(engine, engine.drain_magazines()?, mover, &criteria, slice).is_done;
                 was_stopped |= !is_done;
                 if is_done {
                     let is_finished = engine.finish_all_retired()?;
@@ -153,6 +153,8 @@ pub(crate) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
                         break is_finished;
                     }
                     was_stopped = false;
+                    // On a slow machine, slices of one length could stop at partly emptied slabs again and again.
+                    slice *= 2;
                 }
             };
             if !is_finished || engine.used_slabs_and_blocks() >= used_slabs_and_blocks {
