@@ -20,8 +20,8 @@ Memory in use stays as it is; what becomes resident later follows the setting. `
 override what the program and the policies of its page caches choose; `auto` ends that. `never` also ends background \
 collapses. Only the user of a process can change it; root must first become that user (`setpriv --reuid=USER`). \
 To change a mount needs CAP_SYS_ADMIN; all mounts of its file \
-system change. Without WHEN, the command prints the setting. A mount point \
-whose name is a number is written as ./123.")]
+system change. Without WHEN, the command prints the setting. For a mount point \
+named like a number, write ./123.")]
 pub struct Huge {
     /// A process on Pagemill, a `pagemill run`, which stands for the processes that its tree has now, or the mount point
     /// of a tmpfs.

@@ -479,7 +479,7 @@ fn refused_mappings_disturb_no_writes() {
     });
 }
 
-/// A fork child truncates, punches, writes and reads a file of its parent's file system, whose bytes are partly in the
+/// A fork child truncates, punches, writes and reads a file of its parent's file system. A part of the file is in the
 /// store. Each call must fail, and the parent's bytes must stay.
 #[test]
 fn a_fork_child_changes_nothing() {
@@ -572,8 +572,8 @@ fn other_files_do_not_need_a_failing_store() {
     assert_eq!(&bytes[..5], b"dirty");
 }
 
-/// A file that stays in memory leaves too little room for a write, or the store fails. Volatile files whose bytes are all
-/// in the store must stay: to purge them frees no memory.
+/// A file that stays in memory leaves too little room for a write, or the store fails. Volatile files that are
+/// entirely in the store must stay: to purge them frees no memory.
 #[test]
 fn spilled_volatile_files_stay_while_the_store_has_room() {
     for is_failing in [false, true] {

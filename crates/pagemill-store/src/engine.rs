@@ -45,8 +45,8 @@ struct TransferEngine {
     waker: OnceLock<Waker>,
     /// Whether a transfer was cancelled since the engine's thread last searched for cancelled transfers.
     has_cancelled: AtomicBool,
-    /// Whether the engine's ring may have files whose store was dropped.
-    has_dropped_files: AtomicBool,
+    /// Whether the thread was woken because a store was dropped.
+    has_dropped_stores: AtomicBool,
 }
 
 /// Transfers (jobs) that are not in the ring yet.
@@ -80,10 +80,10 @@ pub(super) fn start(handle: &Arc<FileHandle>, batch: Vec<Transfer>) {
     engine.start(handle, batch);
 }
 
-/// Makes the engine of this process close the files whose store was dropped, each after its last transfer.
+/// Makes the engine of this process close the files of dropped stores, each after its last transfer.
 pub(super) fn close_dropped_files() {
     if let Some(engine) = TransferEngine::of_process() {
-        engine.has_dropped_files.store(true, SeqCst);
+        engine.has_dropped_stores.store(true, SeqCst);
         engine.wake_thread();
     }
 }
@@ -113,7 +113,7 @@ impl TransferEngine {
             submissions: Mutex::default(),
             waker: OnceLock::new(),
             has_cancelled: AtomicBool::new(false),
-            has_dropped_files: AtomicBool::new(false),
+            has_dropped_stores: AtomicBool::new(false),
         }
     }
 
@@ -192,11 +192,9 @@ impl TransferEngine {
             if has_cancelled {
                 ring.cancel_where(Transfer::is_cancelled);
             }
-            let has_dropped_files = self.has_dropped_files.swap(false, SeqCst);
-            if has_dropped_files && !ring.sweep() {
-                self.has_dropped_files.store(true, SeqCst);
-            }
-            let is_idle = events == 0 && ring.in_flight() == 0 && !has_cancelled && !has_dropped_files;
+            ring.sweep();
+            let was_woken = has_cancelled || self.has_dropped_stores.swap(false, SeqCst);
+            let is_idle = events == 0 && ring.in_flight() == 0 && !was_woken;
             if is_idle && self.try_end() {
                 return Ok(());
             }
@@ -241,10 +239,6 @@ impl TransferEngine {
                     continue;
                 }
             };
-            // An earlier sweep may have missed the file, because it was not attached then.
-            if handle.is_store_dropped.load(SeqCst) {
-                self.has_dropped_files.store(true, SeqCst);
-            }
             let offset = transfer.offset();
             let queued = match transfer.direction() {
                 Direction::Read => ring.read(file, offset, transfer),

@@ -119,8 +119,9 @@ impl Builder {
     /// length: each segment occupies a range of 256 KiB (or one larger page), however few pages it has. So use a regular
     /// file on a file system with sparse files, not a device of `limit_bytes`.
     ///
-    /// The store must not use files of this file system. The buffer of a read or write must not be a mapping of a file in a `pagemill_fuse::Mount` of the same process: the
-    /// bytes are copied under the lock of a segment, and a page fault of the copy may wait for that lock.
+    /// The store must not use files of this file system. The buffer of a read or write must not be a mapping of a file in
+    /// a `pagemill_fuse::Mount` of the same process: the bytes are copied under the lock of a segment, and a page fault of
+    /// the copy may wait for that lock.
     ///
     /// Cost: a first read of 4 KiB transfers the whole segment, and may first write another one. The calling thread does the
     /// transfers. A call that finds no memory because other threads use it up tries for up to 5 seconds for each segment.

@@ -16,7 +16,6 @@ impl Spill {
     /// Those of [`pagemill_cache::Mapping::truncate`], and of the store. After an error of the store the length is unchanged,
     /// but bytes behind `size_bytes` in the same segment may read zero.
     pub fn truncate(&self, data: &FileData, segments: &Segments, size_bytes: u64) -> Result<()> {
-        self.cache.check_process()?;
         if size_bytes >= data.mapping.size_bytes() {
             return Ok(data.mapping.truncate(size_bytes)?);
         }
@@ -77,7 +76,6 @@ impl Spill {
         how: Clear,
         clear_in_memory: impl Fn(Range<u64>) -> Result<()>,
     ) -> Result<()> {
-        self.cache.check_process()?;
         for index in segments.indices(self.index_of(range.start)..range.end.div_ceil(self.segment_bytes)) {
             let whole = self.range_of(index);
             let part = range.start.max(whole.start)..range.end.min(whole.end);

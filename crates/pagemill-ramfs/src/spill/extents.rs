@@ -80,7 +80,7 @@ impl Extents {
         debug_assert!(before >= pages, "pages of copies are freed once");
     }
 
-    /// As [`Extents::free`], for a copy whose pages were discharged.
+    /// As [`Extents::free`], after the pages were discharged.
     pub fn free_discharged(&self, extent: Extent, pages: PageSet) {
         self.discard_discharged(extent, pages);
         self.space.with(|space| space.free.push(Reverse(extent)));

@@ -727,11 +727,8 @@ impl PageCache {
         self.0.limit_bytes
     }
 
-    /// Returns an error in a fork child of the process that created the cache.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongState`].
+    /// Returns [`Error::WrongState`] in a fork child of the process that created the cache.
+    #[doc(hidden)] // for pagemill-ramfs
     pub fn check_process(&self) -> Result<()> {
         self.0.check()
     }

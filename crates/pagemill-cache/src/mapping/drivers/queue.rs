@@ -210,7 +210,7 @@ impl Queue {
     /// [`Error::System`] with the ring's error.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
         self.cache.0.check()?;
-        // Closes files whose store was dropped.
+        // Closes the files of dropped stores.
         self.ring.sweep();
         let begun = Instant::now();
         loop {
