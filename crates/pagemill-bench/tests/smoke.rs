@@ -287,10 +287,13 @@ fn footprint_compiles_and_measures_other_programs() {
 fn startup_measures_process_trees() {
     let source = tempfile::tempdir().expect("a temporary folder");
     let script = source.path().join("configure");
+    // Another process makes the script: a child of a parallel test could inherit a file that is open for writing here,
+    // and the script could not be run then.
     let write = |text: &str| {
-        std::fs::write(&script, text).expect("written");
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&script, mode).expect("it is ours");
+        let text_file = source.path().join("configure.source");
+        std::fs::write(&text_file, text).expect("written");
+        let mut install = Command::new("install");
+        assert!(install.args(["-m", "755"]).args([&text_file, &script]).status().expect("install runs").success());
     };
     let folder = source.path().display().to_string();
     let arguments = ["startup", "--quick", "--json", "--samples", "1", "--only", "pagemill", "--configure", &folder];

@@ -151,8 +151,7 @@ fn patched_programs_work() {
         &["--remove-needed", "libc.so.6", "--add-needed", "libc.so.6"],
     ];
     for change in changes {
-        let patched = place.path("patched");
-        std::fs::copy(&program, &patched).unwrap();
+        let patched = place.install(&program, "patched");
         let mut command = place.command("patchelf");
         command.args(change).arg(&patched);
         finish(command, TIMEOUT).assert_success();

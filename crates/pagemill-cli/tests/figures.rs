@@ -16,7 +16,6 @@ use serde_json::Value;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
@@ -340,10 +339,8 @@ fn root_reads_the_processes_of_others() {
         return;
     }
     let place = TestFolder::new();
-    let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-    let (root, program) = (place.path("."), place.path("program"));
-    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-    [&root, &program].into_iter().for_each(|path| open(path));
+    fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = place.install(std::env::current_exe().unwrap(), "program");
     let mut command = place.command("setpriv");
     command.args(["--reuid", USER, "--regid", USER, "--clear-groups"]).arg(&program).env_remove("XDG_RUNTIME_DIR");
     let holder = ObservedProgram::start(as_program(command, "65536"));

@@ -7,7 +7,6 @@ use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -395,8 +394,7 @@ mod kernel_limit {
              while [ \"$1\" != -- ]; do shift; done\nshift\nexec \"$@\"\n",
             group.folder.display()
         );
-        fs::write(place.path("systemd-run"), script).unwrap();
-        fs::set_permissions(place.path("systemd-run"), fs::Permissions::from_mode(0o755)).unwrap();
+        place.script("systemd-run", &script);
         let booted = "mount -t tmpfs none /run && mkdir -p /run/systemd/system && PATH=.:$PATH && ";
         let run = |limit: &str| {
             let mut command = place.command("unshare");

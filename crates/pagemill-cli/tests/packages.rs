@@ -152,16 +152,15 @@ fn run_loads_one_library() {
     end.assert_success();
     assert_eq!(end.out.lines().count(), 1, "{}", end.out);
 
-    fs::create_dir(place.path("bin")).unwrap();
-    fs::copy(PAGEMILL, place.path("bin/pagemill")).unwrap();
-    let mut command = place.command(place.path("bin/pagemill"));
+    let program = place.install(PAGEMILL, "bin/pagemill");
+    let mut command = place.command(&program);
     command.args(["run", "--", "sh", "-c", libraries]);
     let end = finish(command, TIMEOUT);
     end.assert_success();
     assert_eq!(Path::new(end.out.trim()), library);
     // A library of another build is not used.
     fs::write(&library, "other").unwrap();
-    let mut command = place.command(place.path("bin/pagemill"));
+    let mut command = place.command(&program);
     command.args(["run", "--", "sh", "-c", libraries]);
     let end = finish(command, TIMEOUT);
     assert!(end.out.contains("/cache/pagemill/"), "{}{}", end.out, end.err);

@@ -8,7 +8,7 @@ use common::{
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -528,8 +528,7 @@ mod obstacles {
         let end = finish(place.pagemill_run(&[], "./static"), TIMEOUT);
         assert_eq!(end.code(), 7);
         assert!(end.err.starts_with("pagemill: ./static is linked statically"), "{}", end.err);
-        fs::write(place.path("script"), "#!./static\n").unwrap();
-        fs::set_permissions(place.path("script"), fs::Permissions::from_mode(0o755)).unwrap();
+        place.script("script", "#!./static\n");
         let end = finish(place.pagemill_run(&[], "./script"), TIMEOUT);
         assert_eq!(end.code(), 7);
         assert!(end.err.contains("statically"), "{}", end.err);
@@ -570,9 +569,7 @@ mod obstacles {
     }
 
     fn command_without_library(place: &TestFolder) -> Command {
-        fs::create_dir(place.path("bin")).unwrap();
-        fs::copy(PAGEMILL, place.path("bin/pagemill")).unwrap();
-        let mut command = place.command(place.path("bin/pagemill"));
+        let mut command = place.command(place.install(PAGEMILL, "bin/pagemill"));
         command.args(["run", "--", "sh", "-c", "echo $LD_PRELOAD; grep -c libpagemill /proc/self/maps >/dev/null"]);
         command.env("HOME", place.path("home"));
         command

@@ -304,13 +304,11 @@ fn processes_of_other_users_are_counted() {
     let place = TestFolder::new();
     let Some(idle) = place.compile("idle.c", &[]) else { return };
     let _program = Guard::new(place.pagemill_run(&[], &idle));
-    let (copy, runtime) = (place.path("pagemill"), place.path("runtime-of-user"));
+    let runtime = place.path("runtime-of-user");
     fs::DirBuilder::new().mode(0o700).create(&runtime).unwrap();
     chown(&runtime, Some(OTHER_USER_ID), Some(OTHER_USER_ID)).unwrap();
-    fs::copy(PAGEMILL, &copy).unwrap();
-    for path in [place.path("."), copy.clone()] {
-        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-    }
+    let copy = place.install(PAGEMILL, "pagemill");
+    fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
     let begun = Instant::now();
     loop {
         let mut command = place.command("setpriv");

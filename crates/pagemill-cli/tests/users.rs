@@ -51,14 +51,12 @@ fn cannot_change_user() -> bool {
 /// Returns the command under test, which runs as the user `USER_ID`. That user can reach the test's folders and has no
 /// runtime folder.
 fn as_user(place: &TestFolder) -> Command {
-    let (program, cache) = (place.path("pagemill"), place.path("cache"));
+    let program = place.path("pagemill");
     if !program.exists() {
-        fs::copy(PAGEMILL, &program).unwrap();
+        place.install(PAGEMILL, "pagemill");
     }
-    for path in [place.path("."), program.clone()] {
-        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-    }
-    chown(&cache, Some(USER_ID), Some(USER_ID)).unwrap();
+    fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
+    chown(place.path("cache"), Some(USER_ID), Some(USER_ID)).unwrap();
     let mut command = place.command("setpriv");
     let user = USER_ID.to_string();
     command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).env_remove("XDG_RUNTIME_DIR");

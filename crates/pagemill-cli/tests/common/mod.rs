@@ -91,6 +91,25 @@ impl TestFolder {
         command
     }
 
+    /// Copies the program `from` into the test's folder and returns the copy's path. Every user may run it.
+    ///
+    /// The copy is made by another process. A process that another thread of the test forks would inherit a file that
+    /// is open for writing, and until its `exec` the copy could not be run ("text file busy").
+    pub fn install(&self, from: impl AsRef<OsStr>, name: &str) -> PathBuf {
+        let to = self.path(name);
+        let mut command = self.command("install");
+        command.args(["-D", "-m", "755"]).arg(from).arg(&to);
+        finish(command, TIMEOUT).assert_success();
+        to
+    }
+
+    /// Writes a script that every user may run. Returns its path.
+    pub fn script(&self, name: &str, text: &str) -> PathBuf {
+        let source = self.path(&format!("{name}.source"));
+        fs::write(&source, text).unwrap();
+        self.install(source, name)
+    }
+
     /// Compiles a source file of `tests/c`. Returns the path of the program. Without a compiler, prints a message and
     /// returns `None`.
     pub fn compile(&self, source: &str, flags: &[&str]) -> Option<PathBuf> {
