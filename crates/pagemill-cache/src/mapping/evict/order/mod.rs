@@ -440,6 +440,10 @@ impl EvictScan<'_> {
         while !is_complete {
             let links = &self.order.links;
             is_complete = self.order.state.with(|state| {
+                // The caller has put the refused folios of earlier batches back by now, not yet those of this batch.
+                if batch.is_empty() {
+                    state.rescan_if_due();
+                }
                 let left =
                     self.steps_left.get_or_insert(SCAN_LIMIT_FACTOR * state.queues.total() + u64::from(STEPS_PER_LOCK));
                 for _ in 0..STEPS_PER_LOCK {
@@ -533,6 +537,13 @@ impl QueueState {
         self.rescan_pages = [self.queues.pages(Queue::DeferredNew), self.queues.pages(Queue::DeferredMain)];
     }
 
+    /// Schedules a scan of the deferred folios if enough folios were chosen since the last one.
+    fn rescan_if_due(&mut self) {
+        if self.chosen_pages > 0 && self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
+            self.rescan_deferred();
+        }
+    }
+
     /// Returns the queue of a part to scan next, or `None` if the part has nothing to scan.
     fn next_queue(&self, part: CachePart) -> Option<Queue> {
         let (deferred, queues) = match part {
@@ -548,9 +559,6 @@ impl QueueState {
     /// Scans one folio: returns it as a candidate for eviction, or moves it to another queue.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         debug_assert!(self.new_pages() <= self.queues.total());
-        if self.chosen_pages > 0 && self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
-            self.rescan_deferred();
-        }
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [CachePart::New, CachePart::Main] } else { [CachePart::Main, CachePart::New] };
         let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((CachePart::New, Queue::NoReuse));

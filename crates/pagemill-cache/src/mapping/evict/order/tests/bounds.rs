@@ -68,6 +68,7 @@ impl QueueFixture {
     /// Runs one step of the eviction scan. Returns the number of the candidate, or `None` if the step found no
     /// candidate.
     fn step(&mut self) -> Option<u32> {
+        self.state.rescan_if_due();
         match self.state.step(&self.links, &self.fake) {
             ScanStep::Found(candidate) => Some(candidate.number),
             ScanStep::Next | ScanStep::Nothing => None,
@@ -320,6 +321,24 @@ fn noreuse_folios_are_evicted_first() {
     run.enter(40, 0, true);
     run.order.enter_noreuse(40, 0);
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
+}
+
+/// Sixty of a hundred folios are locked, and a scan chooses sixteen at a time. It must reach the others, however many of
+/// the folios that it chose before it has to put back.
+#[test]
+fn refused_batches_do_not_hide_other_folios() {
+    let run = simulation_with(100);
+    let (mut scan, mut evicted) = (run.order.scan(), 0);
+    loop {
+        let batch = scan.next_batch(&run.model, 16);
+        let (locked, others): (Vec<_>, Vec<_>) = batch.iter().partition(|candidate| candidate.number < 60);
+        locked.into_iter().for_each(|candidate| run.order.put_back(candidate));
+        evicted += others.len();
+        if batch.is_empty() || evicted == 40 {
+            break;
+        }
+    }
+    assert_eq!(evicted, 40);
 }
 
 /// Folios are used again as fast as the scan removes their uses. The scan must end after five steps for each page.
