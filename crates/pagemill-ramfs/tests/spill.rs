@@ -479,8 +479,8 @@ fn refused_mappings_disturb_no_writes() {
     });
 }
 
-/// A fork child truncates, punches, writes and reads a file of its parent's file system. A part of the file is in the
-/// store. Each call must fail, and the parent's bytes must stay.
+/// A fork child truncates, punches, writes and reads a file of its parent's file system, and gives another one a store. A
+/// part of the file is in the spill store. Each call must fail, and the parent's bytes must stay.
 #[test]
 fn a_fork_child_changes_nothing() {
     let (testbed, bytes) = (Testbed::for_test(), vec![7; 2 * MIB as usize]);
@@ -494,6 +494,7 @@ fn a_fork_child_changes_nothing() {
         fs.write("/file", &bytes).unwrap();
         open(fs, "/file")
     });
+    let empty = open(&fs, "/empty");
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { testbed.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
@@ -510,6 +511,7 @@ fn a_fork_child_changes_nothing() {
                 && file.allocate(Allocate::ZeroKeepSize, 0, MIB).is_err()
                 && file.set_size(0).is_err()
         });
+        let all_fail = all_fail && empty.set_store(memory_store()).is_err();
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!all_fail)) };
     }
@@ -529,22 +531,51 @@ fn spill_small_file(fs: &RamFs) -> File {
     open(fs, "/small")
 }
 
-/// Memory is full of clean pages of a file with a store of its own, or has some of them and too few free pages. A write
-/// into a segment in the spill store must evict clean pages.
+/// Memory is full of pages of a file with a store of its own, or has some of them and too few free pages. A write into a
+/// segment in the spill store, and a mapping of its file, must evict these pages, and write dirty ones back first.
 #[test]
-fn clean_pages_make_room_for_spilled_data() {
+fn pages_of_stores_make_room_for_spilled_data() {
     for (pinned_pages, stored_pages) in [(0, 512), (220, 16)] {
-        let fs = new();
-        let small = spill_small_file(&fs);
-        fs.write("/pinned", &vec![2; pinned_pages * 4096]).unwrap();
-        let pinned = open(&fs, "/pinned");
-        assert!(pinned_pages == 0 || pinned.mapping().is_some());
-        let (stored, bytes) = (open(&fs, "/stored"), vec![3; stored_pages * 4096]);
-        stored.set_store(Arc::new(MemoryStore::new(bytes.clone(), 512))).unwrap();
-        assert_eq!(read_all(&stored, bytes.len(), 0).unwrap(), bytes);
-        small.write_at(b"x", 200_000).unwrap();
-        assert_eq!(fs.usage().spilled_bytes, 0);
-        assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
+        for (is_dirty, is_mapped) in [(false, false), (false, true), (true, false), (true, true)] {
+            let fs = new();
+            let small = spill_small_file(&fs);
+            fs.write("/pinned", &vec![2; pinned_pages * 4096]).unwrap();
+            let pinned = open(&fs, "/pinned");
+            assert!(pinned_pages == 0 || pinned.mapping().is_some());
+            let (stored, bytes) = (open(&fs, "/stored"), vec![3; stored_pages * 4096]);
+            stored.set_store(Arc::new(MemoryStore::new(bytes.clone(), 512))).unwrap();
+            if is_dirty {
+                write_all(&stored, &bytes, 0).unwrap();
+            }
+            assert_eq!(read_all(&stored, bytes.len(), 0).unwrap(), bytes);
+            if is_mapped {
+                assert!(small.mapping().is_some(), "{stored_pages} {is_dirty}");
+            } else {
+                small.write_at(b"x", 200_000).unwrap();
+            }
+            assert_eq!(fs.usage().spilled_bytes, 0);
+            assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
+        }
+    }
+}
+
+/// The disk of the store has no space, or the process may not make files larger, below the limit of the store. A write
+/// must fail after few attempts, and volatile files in the store must be purged.
+#[test]
+fn a_write_fails_soon_if_the_disk_is_full() {
+    for errno in [libc::ENOSPC, libc::EDQUOT, libc::EFBIG] {
+        let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
+        let fs = new_with(store.clone(), 64 * MIB, |builder| builder);
+        fs.write("/cache", &vec![1; 200_000]).unwrap();
+        fs.write("/rest", &vec![2; MIB as usize]).unwrap();
+        fs.mark_volatile("/cache").unwrap();
+        let writes = store.calls().writes;
+        store.set_faults(Faults { fails_after: Some(0), errno, ..Faults::default() });
+        assert!(matches!(write_all(&open(&fs, "/other"), &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
+        assert!(store.calls().writes - writes < 16, "{} writes", store.calls().writes - writes);
+        store.set_faults(Faults::default());
+        assert!(fs.unmark_volatile("/cache").unwrap());
+        assert!(fs.read("/rest").unwrap() == vec![2; MIB as usize]);
     }
 }
 

@@ -7,9 +7,10 @@ use crate::error::{Error, Result};
 use crate::file_data::{Allocate, FileData};
 use crate::inode::{Inode, InodeHandle};
 use crate::quota::Domain;
-use crate::spill::{Room, Spill};
+use crate::spill::{Attempt, Room, Spill};
 use crate::watch::EventKind;
 use pagemill_cache::Mapping;
+use pagemill_core::sync::coarse_ns;
 use pagemill_slab::{Handle, enter};
 use pagemill_store::Store;
 use std::sync::Arc;
@@ -50,6 +51,7 @@ impl Inner {
     ///
     /// [`Error::Busy`] if the file has data, and those of the store.
     pub fn attach_store(&self, active: &Active, store: Arc<dyn Store>) -> Result<()> {
+        self.cache.check_process()?;
         let _writing = active.writing.lock();
         if active.data.get().is_some() {
             return Err(Error::Busy { what: "a file with data gets no store" });
@@ -96,19 +98,23 @@ impl Inner {
         if let Some(segments) = data.movable_segments() {
             return segments.spill.write(data, segments, from, offset, write, purge);
         }
+        let begun_ns = coarse_ns();
         loop {
-            let seen = self.spill.as_ref().map(|spill| spill.releases());
-            let make_room = |spill: &Arc<Spill>| spill.make_room(from.len() as u64, None, seen.unwrap_or_default());
+            let attempt = self.spill.as_ref().map(|spill| (spill, spill.begin_attempt()));
             let written = write(from, offset);
             if !matches!(written, Err(Error::NoSpace { .. })) {
                 return written;
             }
-            let has_room = purge(Purge::Memory)
-                || match self.spill.as_ref().map_or(Room::None, make_room) {
-                    Room::Freed => true,
-                    Room::StoreFull => purge(Purge::Anywhere),
-                    Room::None => false,
-                };
+            let move_data = |(spill, mut attempt): (&Arc<Spill>, Attempt)| match spill.make_room(
+                from.len() as u64,
+                None,
+                &mut attempt,
+            ) {
+                Room::Freed => true,
+                Room::StoreFull => purge(Purge::Anywhere) || spill.wait_for_move(&attempt, begun_ns),
+                Room::None => false,
+            };
+            let has_room = purge(Purge::Memory) || attempt.is_some_and(move_data);
             if !has_room {
                 return written;
             }

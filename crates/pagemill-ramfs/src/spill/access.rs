@@ -2,11 +2,11 @@
 
 use super::extents::Extent;
 use super::segments::{PageSet, Segment, Segments};
-use super::{MAX_WAIT_NS, Room, Spill, store_failed};
+use super::{Room, Spill, is_late, store_failed};
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
 use crate::fs::volatile::Purge;
-use pagemill_core::sync::{Acquire, Relaxed, coarse_ns, pause};
+use pagemill_core::sync::{Relaxed, coarse_ns};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ impl Spill {
     fn read_in_segment(&self, data: &Arc<FileData>, segments: &Segments, to: &mut [u8], offset: u64) -> Result<usize> {
         let (index, mut may_restore, begun_ns) = (self.index_of(offset), true, coarse_ns());
         loop {
-            let (mut seen, locked) = (self.releases(), self.lock(segments, index));
+            let (mut attempt, locked) = (self.begin_attempt(), self.lock(segments, index));
             let spilled = match segments.get(index) {
                 Some(segment) if !segment.is_resident => segment,
                 found => {
@@ -49,11 +49,11 @@ impl Spill {
             if !may_restore || segments.is_frozen() {
                 return self.read_copy(data, index, &spilled, to, offset);
             }
-            match self.restore(data, index, &spilled, &mut seen) {
+            match self.restore(data, index, &spilled, &mut attempt) {
                 Ok(()) => return Ok(data.mapping.read_at(to, offset)?),
                 Err(Error::NoSpace { .. }) => {
                     drop(locked);
-                    let room = self.make_room(self.bytes_of(spilled.pages), None, seen);
+                    let room = self.make_room(self.bytes_of(spilled.pages), None, &mut attempt);
                     may_restore = room == Room::Freed && !is_late(begun_ns);
                 }
                 Err(error @ Error::Memory(pagemill_core::Error::Store { .. })) => return Err(error),
@@ -85,7 +85,8 @@ impl Spill {
 
     /// Writes bytes at `offset` through `write`, which writes into the mapping. If memory is used up, calls `purge` for files
     /// in memory, which returns whether one was purged, and otherwise evicts segments. Without memory, overwrites pages in
-    /// the store. If the store is full, calls `purge` for files anywhere. Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
+    /// the store, or cleans pages of files with a store of their own. If the spill store is full, calls `purge` for files
+    /// anywhere. Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
     ///
     /// # Errors
     ///
@@ -125,10 +126,10 @@ impl Spill {
     ) -> Result<usize> {
         let (index, begun_ns) = (self.index_of(offset), coarse_ns());
         loop {
-            let (mut seen, locked) = (self.releases(), self.lock(segments, index));
+            let (mut attempt, locked) = (self.begin_attempt(), self.lock(segments, index));
             let before = segments.get(index);
             let spilled = before.filter(|segment| !segment.is_resident);
-            let restored = spilled.map_or(Ok(()), |spilled| self.restore(data, index, &spilled, &mut seen));
+            let restored = spilled.map_or(Ok(()), |spilled| self.restore(data, index, &spilled, &mut attempt));
             let written = restored.and_then(|()| {
                 self.begin_change(data, segments, index);
                 write(from, offset)
@@ -138,26 +139,23 @@ impl Spill {
             }
             drop(locked);
             let Err(error @ Error::NoSpace { .. }) = written else { return written };
-            let moves_ended = self.moves_ended.load(Acquire);
             let wanted = spilled.map_or(from.len() as u64, |spilled| self.bytes_of(spilled.pages));
             let own = Some((segments.file_number, index));
             let is_late = is_late(begun_ns);
             let has_purged = !is_late && purge(Purge::Memory);
-            let room = if has_purged { Room::Freed } else { self.make_room(wanted, own, seen) };
+            let room = if has_purged { Room::Freed } else { self.make_room(wanted, own, &mut attempt) };
             if room == Room::Freed && !is_late {
                 continue;
             }
             if let Some(done) = self.overwrite_in_store(data, segments, index, from, offset) {
                 return done;
             }
-            // Space in the store lets other segments move there.
-            let may_move = room == Room::StoreFull
-                // Another thread's move takes both memory and space, of which one becomes free.
-                && (purge(Purge::Anywhere) || !is_late && self.moves_begun.load(Acquire) > moves_ended);
-            if !may_move {
+            let may_continue = !is_late && self.cache.clean_some(wanted)
+                // Space in the store lets other segments move there.
+                || room == Room::StoreFull && (purge(Purge::Anywhere) || self.wait_for_move(&attempt, begun_ns));
+            if !may_continue {
                 return Err(error);
             }
-            pause();
         }
     }
 
@@ -233,16 +231,17 @@ impl Spill {
         let restored = indices.iter().try_for_each(|index| {
             let begun_ns = coarse_ns();
             loop {
-                let (mut seen, locked) = (self.releases(), self.lock(segments, *index));
+                let (mut attempt, locked) = (self.begin_attempt(), self.lock(segments, *index));
                 let Some(spilled) = segments.get(*index).filter(|segment| !segment.is_resident) else {
                     return Ok(());
                 };
-                match self.restore(data, *index, &spilled, &mut seen) {
+                match self.restore(data, *index, &spilled, &mut attempt) {
                     Ok(()) => return Ok(()),
                     Err(error @ Error::NoSpace { .. }) => {
                         drop(locked);
-                        let room = self.make_room(self.bytes_of(spilled.pages), None, seen);
-                        if room != Room::Freed || is_late(begun_ns) {
+                        let room = self.make_room(self.bytes_of(spilled.pages), None, &mut attempt);
+                        let is_late = is_late(begun_ns);
+                        if is_late || room != Room::Freed && !self.cache.clean_some(self.bytes_of(spilled.pages)) {
                             return Err(error);
                         }
                     }
@@ -271,9 +270,4 @@ impl Spill {
             (copy, segment.pages)
         })
     }
-}
-
-/// Returns whether a call that began at `begun_ns` has waited long enough for memory.
-fn is_late(begun_ns: u64) -> bool {
-    coarse_ns().saturating_sub(begun_ns) >= MAX_WAIT_NS
 }

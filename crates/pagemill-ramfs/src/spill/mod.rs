@@ -34,7 +34,7 @@ use crate::file_data::FileData;
 use extents::{Extent, Extents};
 use order::{EvictionOrder, First, OrderEntry};
 use pagemill_cache::PageCache;
-use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, pause};
+use pagemill_core::sync::{Acquire, AtomicU64, Lock, LockGuard, Padded, Relaxed, coarse_ns, pause};
 use pagemill_store::Store;
 use segments::{MAX_PAGES, PageSet, Segment};
 use std::io;
@@ -86,6 +86,13 @@ pub(crate) enum Room {
     /// There is none, and the store has no space for segments that would move.
     StoreFull,
     None,
+}
+
+/// The counts that a thread that needs memory expects if no other thread does anything: those when its attempt began, and
+/// what it has added itself since.
+pub(crate) struct Attempt {
+    releases: u64,
+    moves: u64,
 }
 
 /// The result of one turn of a segment.
@@ -177,9 +184,19 @@ impl Spill {
         start..start.saturating_add(self.segment_bytes)
     }
 
-    /// Returns the field `releases`.
-    pub fn releases(&self) -> u64 {
-        self.releases.load(Acquire)
+    /// Begins an attempt to get memory.
+    pub fn begin_attempt(&self) -> Attempt {
+        Attempt { releases: self.releases.load(Acquire), moves: self.moves_ended.load(Acquire) }
+    }
+
+    /// Waits a little if another thread has moved a segment since the attempt began, or is moving one: of the memory and the
+    /// space that the move takes, one becomes free. Returns whether it waited; `false` if the call began long ago.
+    pub fn wait_for_move(&self, attempt: &Attempt, begun_ns: u64) -> bool {
+        let may_wait = !is_late(begun_ns) && self.moves_begun.load(Acquire) > attempt.moves;
+        if may_wait {
+            pause();
+        }
+        may_wait
     }
 
     /// Counts freed memory. Called before other threads can see that the segment is gone: under the segment's lock, or
@@ -189,16 +206,15 @@ impl Spill {
     }
 
     /// Evicts clean pages of files with a store of their own, or segments, until `bytes` of memory became free, each entry
-    /// had two turns, or the store failed. Memory that became free since the caller read `seen` ([`Spill::releases`])
-    /// counts, also through other threads. The caller reads `seen` before it tries to get memory. `own` is the file number
-    /// and index of the segment that the caller needs; an eviction of that segment does not count. The caller holds no
-    /// segment lock.
-    pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, seen: u64) -> Room {
+    /// had two turns, or the store failed. Memory that other threads freed since the attempt began counts, too. `own` is
+    /// the file number and index of the segment that the caller needs; an eviction of that segment does not count. The
+    /// caller holds no segment lock.
+    pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, attempt: &mut Attempt) -> Room {
         if self.cache.evict_clean(bytes) {
             self.count_release();
             return Room::Freed;
         }
-        let (mut freed, mut own_releases, mut is_store_full) = (0, 0, false);
+        let (mut freed, mut is_store_full) = (0, false);
         // In a second round no segment gets a second chance, so the two rounds reach all.
         let (round, mut turns) = (self.order.len(), 0);
         while freed < bytes && turns < 2 * round {
@@ -213,23 +229,27 @@ impl Spill {
             turns += 1;
             let Some(data) = taken.entry().file.upgrade() else { continue };
             let is_own = own.is_some_and(|(file, index)| data.has_number(file) && taken.entry().index == index);
-            match self.take_turn(&data, taken.entry(), turns <= round) {
+            match self.take_turn(&data, taken.entry(), turns <= round, attempt) {
                 // The caller needs its own segment again, so this is no gain.
-                Ok(Outcome::Freed(_)) if is_own => own_releases += 1,
+                Ok(Outcome::Freed(_)) if is_own => attempt.releases += 1,
                 Ok(Outcome::Freed(more)) => freed += more,
                 Ok(Outcome::Gone) => {}
                 Ok(Outcome::Stays) => taken.put_back(),
                 // The store is full, or fails. Space of copies that are not needed may help, if no other thread takes it.
                 Err(error) => {
                     taken.put_back();
-                    is_store_full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+                    is_store_full = is_full(&error);
                     if !self.drop_copies() {
-                        break;
+                        // A segment whose turn another thread takes may have a copy.
+                        if self.unchanged_copies.load(Relaxed) == 0 || !self.order.has_taken() {
+                            break;
+                        }
+                        pause();
                     }
                 }
             }
         }
-        match self.releases() != seen + own_releases {
+        match self.releases.load(Acquire) != attempt.releases {
             true => Room::Freed,
             false if is_store_full => Room::StoreFull,
             false => Room::None,
@@ -238,7 +258,13 @@ impl Spill {
 
     /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
     /// truncated.
-    fn take_turn(&self, data: &FileData, entry: &OrderEntry, has_second_chance: bool) -> io::Result<Outcome> {
+    fn take_turn(
+        &self,
+        data: &FileData,
+        entry: &OrderEntry,
+        has_second_chance: bool,
+        attempt: &mut Attempt,
+    ) -> io::Result<Outcome> {
         let (Some(segments), index) = (&data.segments, entry.index) else { return Ok(Outcome::Gone) };
         let mut locked = self.lock(segments, index);
         while segments.is_frozen() && segments.has_entry(index, entry.number) {
@@ -264,7 +290,7 @@ impl Spill {
                     segments.remove(index);
                     return Ok(Outcome::Gone);
                 }
-                let Some(copy) = self.create_copy(data, index, pages)? else { return Ok(Outcome::Stays) };
+                let Some(copy) = self.create_copy(data, index, pages, attempt)? else { return Ok(Outcome::Stays) };
                 (copy, pages)
             }
         };
@@ -303,10 +329,17 @@ impl Spill {
     /// # Errors
     ///
     /// `ENOSPC` if the store is full, errors of the store.
-    fn create_copy(&self, data: &FileData, index: u64, pages: PageSet) -> io::Result<Option<Extent>> {
+    fn create_copy(
+        &self,
+        data: &FileData,
+        index: u64,
+        pages: PageSet,
+        attempt: &mut Attempt,
+    ) -> io::Result<Option<Extent>> {
         self.moves_begun.fetch_add(1, AcqRel);
         let allocated = self.extents.allocate(pages.count());
         let copy = allocated.inspect_err(|_| _ = self.moves_begun.fetch_sub(1, AcqRel))?;
+        attempt.moves += 1;
         let written = self.extents.with_buffer(|buffer| {
             let Range { start, end } = self.range_of(index);
             let wanted = end.min(data.mapping.size_bytes()).saturating_sub(start) as usize;
@@ -328,13 +361,12 @@ impl Spill {
     }
 
     /// Brings a spilled segment back into memory. The caller holds the segment's lock. After an error it frees the pages
-    /// it had filled, which counts as a release, and adds 1 to `seen`, so that the caller does not take its own release
-    /// for another thread's.
+    /// it had filled, which counts as a release.
     ///
     /// # Errors
     ///
     /// [`Error::NoSpace`] without memory for all pages, errors of the mapping and of the store. The segment stays spilled.
-    fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
+    fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, attempt: &mut Attempt) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
         debug_assert!(!old.is_resident, "only a spilled segment is restored");
         // Saves the transfer if there is no room anyway.
@@ -342,13 +374,21 @@ impl Spill {
             return Err(self.no_memory());
         }
         self.moves_begun.fetch_add(1, AcqRel);
-        let restored = self.fill(data, segments, index, old, seen);
+        attempt.moves += 1;
+        let restored = self.fill(data, segments, index, old, attempt);
         self.moves_ended.fetch_add(1, AcqRel);
         restored
     }
 
     /// Fills the pages of a spilled segment from its copy; the errors are those of [`Spill::restore`].
-    fn fill(&self, data: &Arc<FileData>, segments: &Segments, index: u64, old: &Segment, seen: &mut u64) -> Result<()> {
+    fn fill(
+        &self,
+        data: &Arc<FileData>,
+        segments: &Segments,
+        index: u64,
+        old: &Segment,
+        attempt: &mut Attempt,
+    ) -> Result<()> {
         let copy = old.copy.expect("a spilled segment has a copy");
         let Range { start, end } = self.range_of(index);
         if matches!(data.mapping.seek_data_in(start..end), Ok(Some(_))) {
@@ -372,7 +412,7 @@ impl Spill {
         if let Err(error) = filled {
             if data.mapping.punch_hole(start, self.segment_bytes).is_ok_and(|freed| freed > 0) {
                 self.count_release();
-                *seen += 1;
+                attempt.releases += 1;
             }
             return Err(error);
         }
@@ -416,6 +456,17 @@ impl std::fmt::Debug for Spill {
     }
 }
 
+/// Returns whether an error of the store means that it has no space.
+fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
+/// Returns whether a call that began at `begun_ns` has waited long enough for memory.
+fn is_late(begun_ns: u64) -> bool {
+    coarse_ns().saturating_sub(begun_ns) >= MAX_WAIT_NS
+}
+
 /// Returns a function that adds to an error of the store what failed.
 fn store_failed(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
     move |cause| Error::Memory(pagemill_core::Error::Store { doing, cause })
@@ -451,10 +502,11 @@ mod tests {
         fs.write("/file", &bytes).unwrap();
         let (data, spill) = (data_of(&fs, "/file"), fs.inner.spill.as_ref().unwrap());
         let held = data.mapping.hold(100_000).unwrap();
-        assert_eq!(spill.make_room(1, None, spill.releases()), Room::None);
+        let make_room = || spill.make_room(1, None, &mut spill.begin_attempt());
+        assert_eq!(make_room(), Room::None);
         drop(held);
         assert!(fs.read("/file").unwrap() == bytes && spill.spilled_bytes() == 0);
-        assert!(spill.make_room(1, None, spill.releases()) == Room::Freed && spill.spilled_bytes() == 49 * 4096);
+        assert!(make_room() == Room::Freed && spill.spilled_bytes() == 49 * 4096);
         assert!(fs.read("/file").unwrap() == bytes);
     }
     /// A log grows at its end and is punched at its begin. Parts that are gone must leave no segments behind, neither

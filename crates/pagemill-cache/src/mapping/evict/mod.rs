@@ -163,8 +163,17 @@ impl PageCache {
     #[doc(hidden)] // for the spill store of pagemill-ramfs
     pub fn evict_clean(&self, bytes: u64) -> bool {
         let cache = &self.0;
-        let missing = cache.charged_bytes.load(Relaxed).saturating_add(bytes).saturating_sub(cache.limit_bytes);
-        cache.check().is_ok() && missing > 0 && (cache.evict_some(missing) || cache.evict_at_last(missing))
+        let missing = || cache.charged_bytes.load(Relaxed).saturating_add(bytes).saturating_sub(cache.limit_bytes);
+        let evict = |missing| cache.evict_some(missing) || cache.evict_at_last(missing);
+        // Each of the two may free a part.
+        cache.check().is_ok() && missing() > 0 && (evict(missing()) || missing() == 0)
+    }
+
+    /// Writes dirty folios of files with a store back, so that they can be evicted. Returns whether some became clean. An
+    /// error of a store is only recorded. May wait for a store as long as writeback does.
+    #[doc(hidden)] // for the spill store of pagemill-ramfs
+    pub fn clean_some(&self, bytes: u64) -> bool {
+        self.0.check().is_ok() && self.0.clean_some(bytes).unwrap_or(false)
     }
 }
 
