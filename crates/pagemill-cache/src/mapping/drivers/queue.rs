@@ -291,10 +291,10 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion that [`Queue::wait`] has collected; `None` if there is none, and in a fork child. A page that the ring has read is added
-    /// to its file here, not in [`Queue::wait`], unless the queue also waits for another request or for a store. So the
-    /// caller can request another page after each added page, and the device has work early. Until then another thread
-    /// that needs the page reads it again.
+    /// Takes the next completion that [`Queue::wait`] has collected; `None` if there is none, and in a fork child. A page
+    /// that the ring has read is added to its file here, not in [`Queue::wait`], unless the queue also waits for another
+    /// request or for a store. So the caller can request another page after each added page, and the device has work
+    /// early. Until then another thread that needs the page reads it again.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
         while self.completed.is_empty() && self.complete_next() {}
