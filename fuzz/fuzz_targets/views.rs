@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((first, calls)) = data.split_first() else { return };
     let first = first % 12;
     let page_bytes = PAGE_BYTES[usize::from(first) / 4];
-    let setting = Setting { page_bytes, use_huge: first & 1 == 1, has_store: first & 2 == 2 };
+    let setting = Setting::new(page_bytes, first & 1 == 1, first & 2 == 2);
     let cache = CACHES.with_borrow_mut(|caches| caches.entry(first).or_insert_with(|| setting.cache()).clone());
     let steps: Vec<Step> = calls.as_chunks::<STEP_BYTES>().0.iter().map(|bytes| Step::decode(*bytes)).collect();
     Model::new(&cache, setting).run(&steps);

@@ -11,7 +11,10 @@ use proptest::prelude::*;
 const KIB: usize = 1 << 10;
 
 fn run(page_bytes: usize, use_huge: bool, has_store: bool, steps: &[Step]) {
-    let setting = Setting { page_bytes, use_huge, has_store };
+    run_with(Setting::new(page_bytes, use_huge, has_store), steps);
+}
+
+fn run_with(setting: Setting, steps: &[Step]) {
     let cache = setting.cache();
     Model::new(&cache, setting).run(steps);
     assert_eq!(cache.charged_bytes(), 0);
@@ -76,5 +79,6 @@ fn locked_pages_do_not_stop_evictions() {
         [12, 3, 15, 102, 48, 122, 186, 11],
         [25, 3, 215, 14, 163, 142, 210, 79],
     ];
-    run(BLOCK_BYTES, false, true, &steps.map(Step::decode));
+    let setting = Setting { limit_bytes: 4 * BLOCK_BYTES, ..Setting::new(BLOCK_BYTES, false, true) };
+    run_with(setting, &steps.map(Step::decode));
 }

@@ -22,9 +22,10 @@ use std::sync::atomic::Ordering::SeqCst;
 use view_steps::{Call, MAX_VIEWS};
 pub use view_steps::{STEP_BYTES, Step};
 
-/// Limit of a cache for a file with a store. The file fits into it, since prefaulted and locked folios cannot be evicted.
-/// But more of the file can be prefaulted and dirty than the cache allows for dirty pages.
-const MEDIUM_LIMIT_BYTES: usize = 4 * BLOCK_BYTES;
+/// Limit of a cache for a file with a store. The file fits into it, since prefaulted and locked folios cannot be evicted,
+/// beside one more block and two that were prefaulted and then truncated: their memory is not free before the end of the
+/// prefault. But more of the file can be prefaulted and dirty than the cache allows for dirty pages.
+const MEDIUM_LIMIT_BYTES: usize = 6 * BLOCK_BYTES;
 
 /// Limit of a cache for a file without a store, whose pages cannot be evicted.
 const LARGE_LIMIT_BYTES: usize = 16 * BLOCK_BYTES;
@@ -83,18 +84,20 @@ pub struct Setting {
     pub page_bytes: usize,
     pub use_huge: bool,
     pub has_store: bool,
+    pub limit_bytes: usize,
 }
 
 impl Setting {
-    fn limit_bytes(self) -> usize {
-        if self.has_store { MEDIUM_LIMIT_BYTES } else { LARGE_LIMIT_BYTES }
+    pub fn new(page_bytes: usize, use_huge: bool, has_store: bool) -> Self {
+        let limit_bytes = if has_store { MEDIUM_LIMIT_BYTES } else { LARGE_LIMIT_BYTES };
+        Self { page_bytes, use_huge, has_store, limit_bytes }
     }
 
     /// Creates a cache in an instance of its own, without background threads.
     pub fn cache(self) -> PageCache {
         let pagemill = Testbed::for_test();
         pagemill.caches.collapse_by_hand();
-        let builder = PageCache::builder("model").source(Source::Shared).limit(self.limit_bytes() as u64);
+        let builder = PageCache::builder("model").source(Source::Shared).limit(self.limit_bytes as u64);
         let builder = builder.page(PageSize::new(self.page_bytes).unwrap()).huge(self.use_huge).policy(Always);
         builder.build_in(pagemill.caches).unwrap()
     }
@@ -128,7 +131,7 @@ impl Model {
             Some(store) => cache.open(store.clone()).unwrap(),
             None => cache.create().unwrap(),
         };
-        let filler_bytes = if has_store { setting.limit_bytes() } else { 0 };
+        let filler_bytes = if has_store { setting.limit_bytes } else { 0 };
         let filler = cache.open(Arc::new(MemoryStore::new(vec![0xFE; filler_bytes], 512))).unwrap();
         Self {
             cache: cache.clone(),
