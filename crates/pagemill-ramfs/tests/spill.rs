@@ -112,8 +112,8 @@ impl Model {
 const FILES: usize = 4;
 const MOST_BYTES: u64 = 3 * MIB / 2;
 
-/// Does random operations on files that are together up to six times as large as memory. Each result is compared with the model. An
-/// operation that fails because the store does is repeated without faults.
+/// Does random operations on files that are together up to six times as large as memory. Each result is compared with
+/// the model. An operation that fails because the store does is repeated without faults.
 fn run_model(seed: u64, operations: usize, page: PageSize, faults: Option<&Faults>) {
     let (mut rng, page_bytes) = (Rng::with_seed(seed), page.bytes() as u64);
     let store = Arc::new(FaultyStore::new(MemoryStore::new(Vec::new(), 512)));
@@ -479,8 +479,9 @@ fn refused_mappings_disturb_no_writes() {
     });
 }
 
-/// A fork child truncates, punches, writes and reads a file of its parent's file system, and gives another one a store. A
-/// part of the file is in the spill store. Each call must fail, and the parent's bytes must stay.
+/// A fork child truncates, punches, zeroes, writes and reads files of its parent's file systems, and sets the store of
+/// an empty file. A part of each file with data is in a spill store. Each call must fail, and the parent's bytes must
+/// stay.
 #[test]
 fn a_fork_child_changes_nothing() {
     let (testbed, bytes) = (Testbed::for_test(), vec![7; 2 * MIB as usize]);
@@ -531,8 +532,9 @@ fn spill_small_file(fs: &RamFs) -> File {
     open(fs, "/small")
 }
 
-/// Memory is full of pages of a file with a store of its own, or has some of them and too few free pages. A write into a
-/// segment in the spill store, and a mapping of its file, must evict these pages, and write dirty ones back first.
+/// Pages of a file with a store of its own fill the memory, or share it with pinned pages and too few free ones. They
+/// are clean or dirty. A write into a spilled segment, or a mapping of its file, must evict them, dirty ones after
+/// writeback.
 #[test]
 fn pages_of_stores_make_room_for_spilled_data() {
     for (pinned_pages, stored_pages) in [(0, 512), (220, 16)] {
@@ -559,8 +561,8 @@ fn pages_of_stores_make_room_for_spilled_data() {
     }
 }
 
-/// The disk of the store has no space, or the process may not make files larger, below the limit of the store. A write
-/// must fail after few attempts, and volatile files in the store must be purged.
+/// The disk of the store is full, or a quota or the process's file size limit is reached, before the spill store's own
+/// limit. A write must purge the volatile file in the store, and must fail after fewer than 16 writes to the store.
 #[test]
 fn a_write_fails_soon_if_the_disk_is_full() {
     for errno in [libc::ENOSPC, libc::EDQUOT, libc::EFBIG] {
@@ -579,8 +581,8 @@ fn a_write_fails_soon_if_the_disk_is_full() {
     }
 }
 
-/// A file has dirty pages for a store that fails. Other files must be read and written all the same: their segments move
-/// to the spill store.
+/// A file has dirty pages for a store that fails. Other files must be read and written all the same: their segments
+/// move to the spill store.
 #[test]
 fn other_files_do_not_need_a_failing_store() {
     let fs = new();

@@ -310,9 +310,9 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
-/// A queue is reading a page, or has read it without a call of `next` yet. The queue's thread reads the same page directly.
-/// Until the time that the queue reports as due, its descriptor must become readable, or `wait` with a timeout of 0 must
-/// report the page then.
+/// A queue is reading a page, or has read it and `next` has not returned it yet. The queue's thread reads the same page
+/// directly. An event loop that polls the descriptor for the time of `due`, and then calls `wait` with 0, must get the
+/// page. If `due` is `None`, the descriptor must become readable.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;

@@ -91,10 +91,11 @@ impl TestFolder {
         command
     }
 
-    /// Copies the program `from` into the test's folder and returns the copy's path. Every user may run it.
+    /// Copies the program `from` into the test's folder with mode 755, and creates missing folders. Returns the copy's
+    /// path. Other users can run the copy only if they can reach the test's folder.
     ///
-    /// The copy is made by another process. A process that another thread of the test forks would inherit a file that
-    /// is open for writing, and until its `exec` the copy could not be run ("text file busy").
+    /// Runs `install`, so that this process never has the copy open for writing. Otherwise a child that a parallel test
+    /// forks could inherit the descriptor, and to run the copy would fail with `ETXTBSY` until the child's `exec`.
     pub fn install(&self, from: impl AsRef<OsStr>, name: &str) -> PathBuf {
         let to = self.path(name);
         let mut command = self.command("install");
@@ -103,7 +104,7 @@ impl TestFolder {
         to
     }
 
-    /// Writes a script that every user may run. Returns its path.
+    /// Writes a script with mode 755 into the test's folder, as [`TestFolder::install`] does. Returns its path.
     pub fn script(&self, name: &str, text: &str) -> PathBuf {
         let source = self.path(&format!("{name}.source"));
         fs::write(&source, text).unwrap();

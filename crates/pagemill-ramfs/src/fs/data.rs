@@ -49,7 +49,7 @@ impl Inner {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if the file has data, and those of the store.
+    /// [`Error::Busy`] if the file has data, an error in a fork child, and those of the store.
     pub fn attach_store(&self, active: &Active, store: Arc<dyn Store>) -> Result<()> {
         self.cache.check_process()?;
         let _writing = active.writing.lock();
@@ -81,9 +81,10 @@ impl Inner {
         Ok(written)
     }
 
-    /// Writes bytes at `offset`. If the file system is full, calls `purge` for files in memory, which returns whether one
-    /// was purged, then moves data to the spill store; if that is full, calls `purge` for files anywhere. Returns the
-    /// number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
+    /// Writes bytes at `offset`. If the file system is full, calls `purge` for files in memory, which returns whether
+    /// one was purged, then moves data to the spill store; if that is full, calls `purge` for files anywhere, or waits
+    /// while other threads move segments. Returns the number of bytes written, which may be fewer than `from` has. The
+    /// caller has the lock `writing`.
     fn write_bytes(
         &self,
         data: &Arc<FileData>,
@@ -267,7 +268,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Frees the data of a file that was freed. Its memory is free at once, although readers may still have a reference.
+    /// Frees the data of a file that was freed. Its memory is free at once, although readers may still have a
+    /// reference.
     pub(super) fn free_data(&self, inode: &Inode) {
         let Some(data) = self.data_of(inode) else { return };
         let _ = self.files.remove(Handle::from_bits(inode.data));

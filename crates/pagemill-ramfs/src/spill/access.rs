@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 impl Spill {
-    /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file, or
-    /// before a segment that cannot be read.
+    /// Reads bytes at `offset` into `to`. Returns the number of bytes read: fewer than `to` has at the end of the file,
+    /// or before a segment that cannot be read.
     ///
     /// # Errors
     ///
@@ -83,10 +83,15 @@ impl Spill {
         PageSet::of(range.start / self.page_bytes..range.end.div_ceil(self.page_bytes))
     }
 
-    /// Writes bytes at `offset` through `write`, which writes into the mapping. If memory is used up, calls `purge` for files
-    /// in memory, which returns whether one was purged, and otherwise evicts segments. Without memory, overwrites pages in
-    /// the store, or cleans pages of files with a store of their own. If the spill store is full, calls `purge` for files
-    /// anywhere. Returns the number of bytes written, which may be fewer than `from` has. The caller has the lock `writing`.
+    /// Writes bytes at `offset` through `write`, which writes into the mapping. Returns the number of bytes written,
+    /// which may be fewer than `from` has. The caller holds the lock `writing`.
+    ///
+    /// If memory is used up, tries in this order, and repeats the write after each success:
+    /// 1. `purge` of a volatile file in memory, which returns whether one was purged;
+    /// 2. eviction of clean pages of files with a store of their own, and of segments;
+    /// 3. for a spilled segment, an overwrite of its copy in the spill store, which ends the write;
+    /// 4. writeback of dirty pages of files with a store of their own;
+    /// 5. if the spill store is full, `purge` of any volatile file, or a wait for another thread's move.
     ///
     /// # Errors
     ///
@@ -173,8 +178,8 @@ impl Spill {
         }
     }
 
-    /// Overwrites bytes of a spilled segment in the store. Stops at the first page that the copy lacks, and at the end of
-    /// the file. Returns `None` if that is before the first byte, or if the segment is resident.
+    /// Overwrites bytes of a spilled segment in the store. Stops at the first page that the copy lacks, and at the end
+    /// of the file. Returns `None` if that is before the first byte, or if the segment is resident.
     fn overwrite_in_store(
         &self,
         data: &FileData,
@@ -212,8 +217,9 @@ impl Spill {
         })
     }
 
-    /// Brings all segments of a file into memory and removes them from the spill store. The file is not evicted any more
-    /// until it is removed. The caller holds the lock `writing`.
+    /// Brings all segments of a file into memory and removes them from the spill store. The file is not evicted any
+    /// more until it is removed. May write back dirty pages of files with a store of their own, and wait for these
+    /// stores. The caller holds the lock `writing`.
     ///
     /// # Errors
     ///
@@ -255,7 +261,8 @@ impl Spill {
         Ok(())
     }
 
-    /// Removes a segment. Returns its copy, which is discharged, and which the caller frees. The mapping does not change.
+    /// Removes a segment. Returns its copy, which is discharged, and which the caller frees. The mapping does not
+    /// change.
     pub(super) fn take_segment(&self, segments: &Segments, index: u64) -> Option<(Extent, PageSet)> {
         let _locked = self.lock(segments, index);
         let segment = segments.get(index)?;

@@ -14,12 +14,12 @@
 //! copy until it is changed, so that it can be evicted again without a write.
 //!
 //! **Locks.** Each use of a segment's bytes holds the segment's lock, also during transfers with the store. An eviction
-//! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the order, then
-//! the list of a file's segments, under which the mapping is searched and punched; space and buffers of the store.
+//! acquires the locks of other segments, so it starts only in threads that hold none. Below these locks: the order,
+//! then the list of a file's segments, under which the mapping is searched and punched; space and buffers of the store.
 //!
 //! **Truncation** freezes the file's segments: none is evicted or restored, because a restore beyond the new end would
-//! make the file longer again. Reads of spilled segments then read the store directly. If memory is used up, reads do the
-//! same, and writes change the pages of the copy in the store.
+//! make the file longer again. Reads of spilled segments then read the store directly. If memory is used up, reads do
+//! the same, and writes change the pages of the copy in the store.
 
 mod access;
 mod clear;
@@ -48,8 +48,7 @@ const SEGMENT_BYTES: u64 = 256 << 10;
 /// Minimum number of segments that must fit into memory.
 const MIN_RESIDENT_SEGMENTS: u64 = 4;
 
-/// Maximum time for which a call repeats evictions for one segment, while other threads use up the memory that becomes
-/// free.
+/// Time after which a call starts no further wait, writeback or repeated eviction to get memory.
 const MAX_WAIT_NS: u64 = 5_000_000_000;
 
 /// Number of locks of segments; a power of two.
@@ -63,10 +62,10 @@ pub(crate) struct Spill {
     order: EvictionOrder,
     next_file: AtomicU64,
     next_entry_number: AtomicU64,
-    /// Number of evictions, truncations and holes that freed memory of files with segments.
+    /// Number of times that memory was freed: by evictions, truncations, holes and failed restores.
     releases: AtomicU64,
-    /// Number of moves to memory or to the store that began, and that ended. During a move a segment takes both memory and
-    /// space of the store.
+    /// Number of moves to memory or to the store that began, and that ended. During a move a segment takes both memory
+    /// and space of the store.
     moves_begun: AtomicU64,
     moves_ended: AtomicU64,
     /// Pages that are in the store only.
@@ -88,10 +87,13 @@ pub(crate) enum Room {
     None,
 }
 
-/// The counts that a thread that needs memory expects if no other thread does anything: those when its attempt began, and
-/// what it has added itself since.
+/// One attempt to get memory: the counters at its start, adjusted for the calling thread.
 pub(crate) struct Attempt {
+    /// [`Spill::releases`] at the start, plus the thread's releases that give it no memory: evictions of the segment
+    /// that it needs, and failed restores. A higher [`Spill::releases`] means that memory became free.
     releases: u64,
+    /// [`Spill::moves_ended`] at the start, plus moves that the thread began itself. A higher [`Spill::moves_begun`]
+    /// means that another thread moved a segment during the attempt, or is moving one.
     moves: u64,
 }
 
@@ -161,8 +163,8 @@ impl Spill {
         self.locks[at as usize].0.lock()
     }
 
-    /// Appends an entry for a segment that is about to get memory to the eviction order. Returns the entry's number. The
-    /// caller holds the segment's lock.
+    /// Appends an entry for a segment that is about to get memory to the eviction order. Returns the entry's number.
+    /// The caller holds the segment's lock.
     fn push_entry(&self, data: &Arc<FileData>, index: u64) -> u64 {
         let number = self.next_entry_number.fetch_add(1, Relaxed);
         self.order.push(OrderEntry { file: Arc::downgrade(data), index, number });
@@ -189,8 +191,10 @@ impl Spill {
         Attempt { releases: self.releases.load(Acquire), moves: self.moves_ended.load(Acquire) }
     }
 
-    /// Waits a little if another thread has moved a segment since the attempt began, or is moving one: of the memory and the
-    /// space that the move takes, one becomes free. Returns whether it waited; `false` if the call began long ago.
+    /// Sleeps briefly if another thread moved a segment since the attempt began, or is moving one. When such a move
+    /// ends, memory or space of the store is free, or a copy can be dropped. Returns whether it slept: `false` if no
+    /// other thread moved a segment, or if [`MAX_WAIT_NS`] have passed since `begun_ns`, when the caller's operation
+    /// began.
     pub fn wait_for_move(&self, attempt: &Attempt, begun_ns: u64) -> bool {
         let may_wait = !is_late(begun_ns) && self.moves_begun.load(Acquire) > attempt.moves;
         if may_wait {
@@ -205,10 +209,11 @@ impl Spill {
         self.releases.fetch_add(1, AcqRel);
     }
 
-    /// Evicts clean pages of files with a store of their own, or segments, until `bytes` of memory became free, each entry
-    /// had two turns, or the store failed. Memory that other threads freed since the attempt began counts, too. `own` is
-    /// the file number and index of the segment that the caller needs; an eviction of that segment does not count. The
-    /// caller holds no segment lock.
+    /// Frees memory: first evicts clean pages of files with a store of their own, then segments. Ends when `bytes` are
+    /// free, each entry had two turns, or the spill store failed and no copy can be dropped. Returns [`Room::Freed`] if
+    /// any memory became free since the attempt began, perhaps fewer than `bytes`, and perhaps through other threads.
+    /// `own` is the file number and index of the segment that the caller needs; its eviction does not count. The caller
+    /// holds no segment lock.
     pub fn make_room(&self, bytes: u64, own: Option<(u64, u64)>, attempt: &mut Attempt) -> Room {
         if self.cache.evict_clean(bytes) {
             self.count_release();
@@ -235,12 +240,13 @@ impl Spill {
                 Ok(Outcome::Freed(more)) => freed += more,
                 Ok(Outcome::Gone) => {}
                 Ok(Outcome::Stays) => taken.put_back(),
-                // The store is full, or fails. Space of copies that are not needed may help, if no other thread takes it.
+                // The store is full, or fails. Space of copies that are not needed may help, if no other thread takes
+                // it.
                 Err(error) => {
                     taken.put_back();
                     is_store_full = is_full(&error);
                     if !self.drop_copies() {
-                        // A segment whose turn another thread takes may have a copy.
+                        // Segments with entries that other threads have taken out may have copies.
                         if self.unchanged_copies.load(Relaxed) == 0 || !self.order.has_taken() {
                             break;
                         }
@@ -307,8 +313,8 @@ impl Spill {
         Ok(Outcome::Freed(freed))
     }
 
-    /// Returns the pages of a segment that the mapping has; `None` if the mapping cannot be searched. The caller holds the
-    /// segment's lock.
+    /// Returns the pages of a segment that the mapping has; `None` if the mapping cannot be searched. The caller holds
+    /// the segment's lock.
     fn pages_in_memory(&self, data: &FileData, index: u64) -> Option<PageSet> {
         let Range { start, end } = self.range_of(index);
         let end = end.min(data.mapping.size_bytes());
@@ -323,8 +329,9 @@ impl Spill {
         Some(pages)
     }
 
-    /// Writes these pages of a resident segment to a new extent, which begins a move. Returns `None` if a folio in use
-    /// prevents the read. The caller holds the segment's lock.
+    /// Writes these pages of a resident segment to a new extent, which begins a move. With a result the caller ends the
+    /// move, otherwise this function. Returns `None` if a folio in use prevents the read. The caller holds the
+    /// segment's lock.
     ///
     /// # Errors
     ///
@@ -360,12 +367,13 @@ impl Spill {
         Error::NoSpace { what: "bytes", used: self.cache.charged_bytes(), limit: self.cache.limit_bytes() }
     }
 
-    /// Brings a spilled segment back into memory. The caller holds the segment's lock. After an error it frees the pages
-    /// it had filled, which counts as a release.
+    /// Brings a spilled segment back into memory. The caller holds the segment's lock. After an error, frees the
+    /// pages that it filled, and counts that as a release, also in `attempt`.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSpace`] without memory for all pages, errors of the mapping and of the store. The segment stays spilled.
+    /// [`Error::NoSpace`] without memory for all pages, errors of the mapping and of the store. The segment stays
+    /// spilled.
     fn restore(&self, data: &Arc<FileData>, index: u64, old: &Segment, attempt: &mut Attempt) -> Result<()> {
         let segments = data.segments.as_ref().expect("only files with segments are restored");
         debug_assert!(!old.is_resident, "only a spilled segment is restored");
@@ -456,13 +464,13 @@ impl std::fmt::Debug for Spill {
     }
 }
 
-/// Returns whether an error of the store means that it has no space.
+/// Returns whether the store cannot grow: its disk is full, or a quota or a file size limit is reached.
 fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// Returns whether a call that began at `begun_ns` has waited long enough for memory.
+/// Returns whether a call that began at `begun_ns` has taken at least [`MAX_WAIT_NS`].
 fn is_late(begun_ns: u64) -> bool {
     coarse_ns().saturating_sub(begun_ns) >= MAX_WAIT_NS
 }

@@ -78,8 +78,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 ///
 /// If another thread needs a requested page at once, that thread reads it, and the queue reports its completion.
 ///
-/// Drop a queue, or take its completions, before the last handle of a file that it reads: the drop of a file waits up to
-/// 20 ms for such reads. [`Error::NoMemory`] means that the requested pages fill the cache: take completions, and
+/// Drop a queue, or take its completions, before the last handle of a file that it reads: the drop of a file waits up
+/// to 20 ms for such reads. [`Error::NoMemory`] means that the requested pages fill the cache: take completions, and
 /// request again.
 ///
 /// ```
@@ -198,9 +198,9 @@ impl Queue {
     }
 
     /// Submits the requested reads. Blocks until at least `least` completions can be taken, no request is left, or
-    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer, even
-    /// none: a page that was truncated or read by another call meanwhile is requested again. So call `wait` again while
-    /// the queue is not empty.
+    /// `timeout` has passed. Returns the number of completions that can be taken. [`Queue::next`] may return fewer,
+    /// even none: a page that was truncated or read by another call meanwhile is requested again. So call `wait` again
+    /// while the queue is not empty.
     ///
     /// A panic of the policy or a store unwinds through this call. The page that it concerns gets a completion with an
     /// error.
@@ -246,9 +246,9 @@ impl Queue {
     }
 
     /// Returns a descriptor that is readable when a read of this queue has completed, or when reclaim needs registered
-    /// memory; sometimes also without a cause. An event loop calls [`Queue::wait`] with 0 before it sleeps, because that
-    /// submits reads. It waits for the descriptor, at most for the time of [`Queue::due`], and calls [`Queue::wait`] with
-    /// 0 again:
+    /// memory; sometimes also without a cause. An event loop calls [`Queue::wait`] with 0 before it sleeps, because
+    /// that submits reads. It waits for the descriptor, at most for the time of [`Queue::due`], and calls
+    /// [`Queue::wait`] with 0 again:
     ///
     /// ```
     /// # use pagemill::cache::PageCache;
@@ -291,10 +291,10 @@ impl Queue {
         Ok(self.waker.insert(waker).clone())
     }
 
-    /// Takes the next completion that [`Queue::wait`] has collected; `None` if there is none, and in a fork child. A page
-    /// that the ring has read is added to its file here, not in [`Queue::wait`], unless the queue also waits for another
-    /// request or for a store. So the caller can request another page after each added page, and the device has work
-    /// early. Until then another thread that needs the page reads it again.
+    /// Takes the next completion that [`Queue::wait`] has collected; `None` if there is none, and in a fork child. A
+    /// page that the ring has read is added to its file here, not in [`Queue::wait`], unless the queue also waits for
+    /// another request or for a store. So the caller can request another page after each added page, which keeps the
+    /// device busy. Another thread that needs the page before it is added reads it again.
     #[allow(clippy::should_implement_trait)] // an iterator would borrow the queue while its owner requests more pages
     pub fn next(&mut self) -> Option<Fetched> {
         while self.completed.is_empty() && self.complete_next() {}

@@ -105,8 +105,8 @@ impl Inner {
         false
     }
 
-    /// As [`Inner::evict_some`], but scans once, also during the delay after a useless scan: folios may have been unpinned
-    /// since then. For a call that fails otherwise.
+    /// As [`Inner::evict_some`], but scans once, also during the delay after a useless scan: folios may have been
+    /// unpinned since then. For a call that fails otherwise.
     pub(crate) fn evict_at_last(&self, want_bytes: u64) -> bool {
         self.stored_files.load(Relaxed) > 0 && self.evict_scan(want_bytes) >= want_bytes
     }
@@ -158,19 +158,20 @@ impl Inner {
 }
 
 impl PageCache {
-    /// Evicts clean folios of files with a store, so that `bytes` more fit under the limit. Writes nothing back. Returns
-    /// whether it freed what was missing. Returns false if nothing was missing, and in a fork child.
+    /// Evicts clean folios of files with a store, so that `bytes` more fit under the limit. Writes nothing back.
+    /// Returns whether they fit now. Returns false if they fitted before the call, and in a fork child.
     #[doc(hidden)] // for the spill store of pagemill-ramfs
     pub fn evict_clean(&self, bytes: u64) -> bool {
         let cache = &self.0;
         let missing = || cache.charged_bytes.load(Relaxed).saturating_add(bytes).saturating_sub(cache.limit_bytes);
         let evict = |missing| cache.evict_some(missing) || cache.evict_at_last(missing);
-        // Each of the two may free a part.
+        // `evict_some` and `evict_at_last` may each free a part and return false.
         cache.check().is_ok() && missing() > 0 && (evict(missing()) || missing() == 0)
     }
 
-    /// Writes dirty folios of files with a store back, so that they can be evicted. Returns whether some became clean. An
-    /// error of a store is only recorded. May wait for a store as long as writeback does.
+    /// Writes back dirty folios of files with a store, some `bytes` of one file at a time, until folios of the cache
+    /// became clean. Returns whether some did. Returns false if a store failed, without its error, and in a fork child.
+    /// Waits for a store without progress up to the timeout of writeback.
     #[doc(hidden)] // for the spill store of pagemill-ramfs
     pub fn clean_some(&self, bytes: u64) -> bool {
         self.0.check().is_ok() && self.0.clean_some(bytes).unwrap_or(false)

@@ -440,7 +440,8 @@ impl EvictScan<'_> {
         while !is_complete {
             let links = &self.order.links;
             is_complete = self.order.state.with(|state| {
-                // The caller has put the refused folios of earlier batches back by now, not yet those of this batch.
+                // Not within a batch: the caller puts folios that it cannot evict back between batches, and only then
+                // they do not count as chosen any more.
                 if batch.is_empty() {
                     state.rescan_if_due();
                 }
@@ -537,7 +538,8 @@ impl QueueState {
         self.rescan_pages = [self.queues.pages(Queue::DeferredNew), self.queues.pages(Queue::DeferredMain)];
     }
 
-    /// Schedules a scan of the deferred folios if enough folios were chosen since the last one.
+    /// Schedules a scan of the deferred folios if `1 / DEFERRED_DIVISOR` of the pages in the queues were chosen, and
+    /// not put back, since the last such scan was scheduled.
     fn rescan_if_due(&mut self) {
         if self.chosen_pages > 0 && self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
             self.rescan_deferred();

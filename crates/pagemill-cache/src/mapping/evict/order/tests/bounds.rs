@@ -323,8 +323,8 @@ fn noreuse_folios_are_evicted_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// Sixty of a hundred folios are locked, and a scan chooses sixteen at a time. It must reach the others, however many of
-/// the folios that it chose before it has to put back.
+/// A scan returns up to 16 candidates at a time. The test puts 60 of 100 folios back whenever they are candidates, as
+/// if they were locked. The scan must still return the other 40.
 #[test]
 fn refused_batches_do_not_hide_other_folios() {
     let run = simulation_with(100);
