@@ -76,7 +76,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Samples all processes. Takes some 20 us for each process.
+    /// Samples all processes. Takes some 40 us to 80 us for each process.
     pub fn sample(&mut self) -> Sample {
         let at = Instant::now();
         let (survey, surveyed) = match self.survey.take() {
