@@ -562,7 +562,7 @@ fn pages_of_stores_make_room_for_spilled_data() {
 }
 
 /// The disk of the store is full, or a quota or the process's file size limit is reached, before the spill store's own
-/// limit. A write must purge the volatile file in the store, and must fail after fewer than 16 writes to the store.
+/// limit. Writes by two threads must purge the volatile file in the store, and fail after fewer than 16 writes to it.
 #[test]
 fn a_write_fails_soon_if_the_disk_is_full() {
     for errno in [libc::ENOSPC, libc::EDQUOT, libc::EFBIG] {
@@ -573,7 +573,14 @@ fn a_write_fails_soon_if_the_disk_is_full() {
         fs.mark_volatile("/cache").unwrap();
         let writes = store.calls().writes;
         store.set_faults(Faults { fails_after: Some(0), errno, ..Faults::default() });
-        assert!(matches!(write_all(&open(&fs, "/other"), &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
+        std::thread::scope(|scope| {
+            for path in ["/other", "/another"] {
+                let file = open(&fs, path);
+                scope.spawn(move || {
+                    assert!(matches!(write_all(&file, &vec![3; 100_000], 0), Err(Error::NoSpace { .. })));
+                });
+            }
+        });
         assert!(store.calls().writes - writes < 16, "{} writes", store.calls().writes - writes);
         store.set_faults(Faults::default());
         assert!(fs.unmark_volatile("/cache").unwrap());

@@ -113,6 +113,7 @@ impl Inner {
             ) {
                 Room::Freed => true,
                 Room::StoreFull => purge(Purge::Anywhere) || spill.wait_for_move(&attempt, begun_ns),
+                Room::DiskFull => purge(Purge::Anywhere),
                 Room::None => false,
             };
             let has_room = purge(Purge::Memory) || attempt.is_some_and(move_data);

@@ -157,7 +157,8 @@ impl Spill {
             }
             let may_continue = !is_late && self.cache.clean_some(wanted)
                 // Space in the store lets other segments move there.
-                || room == Room::StoreFull && (purge(Purge::Anywhere) || self.wait_for_move(&attempt, begun_ns));
+                || matches!(room, Room::StoreFull | Room::DiskFull) && purge(Purge::Anywhere)
+                || room == Room::StoreFull && self.wait_for_move(&attempt, begun_ns);
             if !may_continue {
                 return Err(error);
             }
@@ -233,6 +234,7 @@ impl Spill {
             return Err(Error::NoSpace { what: "bytes", used, limit });
         }
         segments.set_kept_in_memory(true);
+        let mut keeping = Keeping { segments, is_done: false };
         let indices = segments.indices(0..u64::MAX);
         let restored = indices.iter().try_for_each(|index| {
             let begun_ns = coarse_ns();
@@ -255,7 +257,8 @@ impl Spill {
                 }
             }
         });
-        restored.inspect_err(|_| segments.set_kept_in_memory(false))?;
+        restored?;
+        keeping.is_done = true;
         let copies = indices.into_iter().filter_map(|index| self.take_segment(segments, index));
         copies.for_each(|(copy, pages)| self.extents.free_discharged(copy, pages));
         Ok(())
@@ -276,5 +279,19 @@ impl Spill {
             self.extents.discharge(segment.pages.count());
             (copy, segment.pages)
         })
+    }
+}
+
+/// A file that is being brought into memory. After an error, or a panic of a store, its segments move as before.
+struct Keeping<'file> {
+    segments: &'file Segments,
+    is_done: bool,
+}
+
+impl Drop for Keeping<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.segments.set_kept_in_memory(false);
+        }
     }
 }

@@ -82,8 +82,10 @@ pub(crate) struct Spill {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
     Freed,
-    /// There is none, and the store has no space for segments that would move.
+    /// There is none, and the limit of the store prevents moves.
     StoreFull,
+    /// There is none, and the store itself has no space for a move.
+    DiskFull,
     None,
 }
 
@@ -219,7 +221,7 @@ impl Spill {
             self.count_release();
             return Room::Freed;
         }
-        let (mut freed, mut is_store_full) = (0, false);
+        let (mut freed, mut failed) = (0, Room::None);
         // In a second round no segment gets a second chance, so the two rounds reach all.
         let (round, mut turns) = (self.order.len(), 0);
         while freed < bytes && turns < 2 * round {
@@ -234,6 +236,7 @@ impl Spill {
             turns += 1;
             let Some(data) = taken.entry().file.upgrade() else { continue };
             let is_own = own.is_some_and(|(file, index)| data.has_number(file) && taken.entry().index == index);
+            let moves = attempt.moves;
             match self.take_turn(&data, taken.entry(), turns <= round, attempt) {
                 // The caller needs its own segment again, so this is no gain.
                 Ok(Outcome::Freed(_)) if is_own => attempt.releases += 1,
@@ -244,7 +247,11 @@ impl Spill {
                 // it.
                 Err(error) => {
                     taken.put_back();
-                    is_store_full = is_full(&error);
+                    failed = match is_full(&error) {
+                        true if attempt.moves == moves => Room::StoreFull,
+                        true => Room::DiskFull,
+                        false => Room::None,
+                    };
                     if !self.drop_copies() {
                         // Segments with entries that other threads have taken out may have copies.
                         if self.unchanged_copies.load(Relaxed) == 0 || !self.order.has_taken() {
@@ -255,11 +262,7 @@ impl Spill {
                 }
             }
         }
-        match self.releases.load(Acquire) != attempt.releases {
-            true => Room::Freed,
-            false if is_store_full => Room::StoreFull,
-            false => Room::None,
-        }
+        if self.releases.load(Acquire) != attempt.releases { Room::Freed } else { failed }
     }
 
     /// Evicts a segment, unless it has a second chance and was used since its last turn. Waits while the file is being
