@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::file_data::{Allocate, FileData};
 use crate::inode::{Inode, InodeHandle};
 use crate::quota::Domain;
-use crate::spill::{Attempt, Room, Spill};
+use crate::spill::{Attempt, Spill};
 use crate::watch::EventKind;
 use pagemill_cache::Mapping;
 use pagemill_core::sync::coarse_ns;
@@ -99,22 +99,17 @@ impl Inner {
         if let Some(segments) = data.movable_segments() {
             return segments.spill.write(data, segments, from, offset, write, purge);
         }
-        let begun_ns = coarse_ns();
+        let mut begun_ns = None;
         loop {
             let attempt = self.spill.as_ref().map(|spill| (spill, spill.begin_attempt()));
             let written = write(from, offset);
             if !matches!(written, Err(Error::NoSpace { .. })) {
                 return written;
             }
-            let move_data = |(spill, mut attempt): (&Arc<Spill>, Attempt)| match spill.make_room(
-                from.len() as u64,
-                None,
-                &mut attempt,
-            ) {
-                Room::Freed => true,
-                Room::StoreFull => purge(Purge::Anywhere) || spill.wait_for_move(&attempt, begun_ns),
-                Room::DiskFull => purge(Purge::Anywhere),
-                Room::None => false,
+            let begun_ns = *begun_ns.get_or_insert_with(coarse_ns);
+            let move_data = |(spill, mut attempt): (&Arc<Spill>, Attempt)| {
+                let room = spill.make_room(from.len() as u64, None, &mut attempt);
+                spill.make_space(room, &attempt, begun_ns, &purge)
             };
             let has_room = purge(Purge::Memory) || attempt.is_some_and(move_data);
             if !has_room {

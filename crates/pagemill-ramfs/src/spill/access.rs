@@ -156,9 +156,7 @@ impl Spill {
                 return done;
             }
             let may_continue = !is_late && self.cache.clean_some(wanted)
-                // Space in the store lets other segments move there.
-                || matches!(room, Room::StoreFull | Room::DiskFull) && purge(Purge::Anywhere)
-                || room == Room::StoreFull && self.wait_for_move(&attempt, begun_ns);
+                || room != Room::Freed && self.make_space(room, &attempt, begun_ns, purge);
             if !may_continue {
                 return Err(error);
             }

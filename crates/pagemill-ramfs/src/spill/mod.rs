@@ -31,6 +31,7 @@ pub(crate) use segments::Segments;
 
 use crate::error::{Error, Result};
 use crate::file_data::FileData;
+use crate::fs::volatile::Purge;
 use extents::{Extent, Extents};
 use order::{EvictionOrder, First, OrderEntry};
 use pagemill_cache::PageCache;
@@ -197,12 +198,24 @@ impl Spill {
     /// ends, memory or space of the store is free, or a copy can be dropped. Returns whether it slept: `false` if no
     /// other thread moved a segment, or if [`MAX_WAIT_NS`] have passed since `begun_ns`, when the caller's operation
     /// began.
-    pub fn wait_for_move(&self, attempt: &Attempt, begun_ns: u64) -> bool {
+    fn wait_for_move(&self, attempt: &Attempt, begun_ns: u64) -> bool {
         let may_wait = !is_late(begun_ns) && self.moves_begun.load(Acquire) > attempt.moves;
         if may_wait {
             pause();
         }
         may_wait
+    }
+
+    /// Makes space in the store after [`Spill::make_room`], so that segments can move there: calls `purge` for files
+    /// anywhere, or waits for another thread's move. Returns whether the caller may try again.
+    pub fn make_space(&self, room: Room, attempt: &Attempt, begun_ns: u64, purge: impl Fn(Purge) -> bool) -> bool {
+        match room {
+            Room::Freed => true,
+            Room::StoreFull => purge(Purge::Anywhere) || self.wait_for_move(attempt, begun_ns),
+            // A move to a full disk fails, so there is nothing to wait for.
+            Room::DiskFull => purge(Purge::Anywhere),
+            Room::None => false,
+        }
     }
 
     /// Counts freed memory. Called before other threads can see that the segment is gone: under the segment's lock, or
