@@ -8,9 +8,11 @@
 //! file of the library is in the tree's folder, the file of the crate in the user's. If both files are in the user's
 //! folder, the second one has a different name (`.1` is appended).
 
+mod reader;
 mod survey;
 
-pub use survey::{ProcessFiles, Survey, TreeFolder};
+pub use reader::{Reader, Reading};
+pub use survey::TreeFolder;
 
 use crate::reclaim::tree::{TreeAmounts, TreePage};
 use crate::stats::{self, Snapshot};
@@ -417,13 +419,7 @@ pub fn read(pid: u32) -> Option<Process> {
 
 /// Reads the published figures of all running processes that this user may read, in the order of the process ids.
 pub fn read_all() -> Vec<Process> {
-    let mut files = Survey::of_all_users().processes;
-    files.retain(|files| process::is_alive(files.identity) && files.is_trusted());
-    // The files of the process's own user come before those that the process published as root.
-    let own = process::user_id();
-    files.sort_by_key(|files| (files.identity.pid, files.user == own));
-    files.dedup_by_key(|files| files.identity.pid);
-    files.iter().filter_map(ProcessFiles::read).collect()
+    Reader::default().read().into_iter().filter_map(|reading| reading.process).collect()
 }
 
 /// Reads the published figures of the processes with these ids, each process once.
@@ -445,17 +441,22 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
 }
 
-/// Reads the amounts of all process trees that this user may read and whose `pagemill run` is still running, in the
-/// order of the process ids of `run`.
-pub fn read_trees() -> Vec<(Identity, TreeAmounts)> {
+/// Returns the folders of all process trees that this user may read. Some of the trees may have ended.
+pub fn all_trees() -> Vec<TreeFolder> {
+    survey::Survey::of_all_users().trees
+}
+
+/// Reads the amounts of those process trees whose `pagemill run` is still running, in the order of the process ids of
+/// `run`.
+pub fn read_trees(folders: &[TreeFolder]) -> Vec<(Identity, TreeAmounts)> {
     let own = process::user_id();
-    let read = |folder: TreeFolder| -> Option<(Identity, TreeAmounts)> {
+    let read = |folder: &TreeFolder| -> Option<(Identity, TreeAmounts)> {
         let run = Some(folder.run).filter(|run| process::is_alive(*run))?;
         let page = Path::format(format_args!("{}/{TREE_FILE}", folder.path))?;
         let owner = (folder.user != own).then_some(folder.user);
         Some((run, TreePage::read_amounts(page.as_c_str(), owner).ok()?))
     };
-    let mut trees: Vec<_> = Survey::of_all_users().trees.into_iter().filter_map(read).collect();
+    let mut trees: Vec<_> = folders.iter().filter_map(read).collect();
     trees.sort_by_key(|(run, _)| run.pid);
     trees
 }

@@ -12,7 +12,7 @@ pub(crate) use counters::MAX_COUNTERS;
 pub use counters::{Counter, CounterKind, GIVEABLE, Row, TABLE, Unit};
 
 use crate::trace::{self, EventRing};
-use pagemill_sys::file::{self, Access};
+use pagemill_sys::file::{self, Access, PublishedFile};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::{clock, process};
 use std::ffi::CStr;
@@ -377,20 +377,25 @@ pub fn read(path: &CStr) -> io::Result<Snapshot> {
 ///
 /// As [`read`].
 pub fn read_of(path: &CStr, owner: Option<u32>) -> io::Result<Snapshot> {
+    read_file(&PublishedFile::open(path, owner)?)
+}
+
+/// As [`read`], from an open file.
+pub(crate) fn read_file(file: &PublishedFile) -> io::Result<Snapshot> {
     // Without the events, the copy takes a twentieth of the time.
-    let snapshot = with_copy(path, owner, offset_of!(Figures, ring), Figures::snapshot)?;
+    let snapshot = with_copy(file, offset_of!(Figures, ring), Figures::snapshot)?;
     snapshot.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Calls `act` with a copy of the first `len` bytes of the page of figures at `path`; the other bytes are zero. `act`
-/// gets no mapping of the file, because accessing a mapping would raise `SIGBUS` if the file's user truncates the file.
-/// The copy takes 34 KiB of stack.
-pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, len: usize, act: impl Fn(&Figures) -> T) -> io::Result<T> {
+/// Calls `act` with a copy of the first `len` bytes of a page of figures; the other bytes are zero. `act` gets no
+/// mapping of the file, because accessing a mapping would raise `SIGBUS` if the file's user truncates the file. The copy
+/// takes 34 KiB of stack.
+pub(crate) fn with_copy<T>(file: &PublishedFile, len: usize, act: impl Fn(&Figures) -> T) -> io::Result<T> {
     let mut copy = Figures::new();
     let start = (&raw mut copy).cast::<u8>();
     // SAFETY: these are the bytes of a local value for which every bit pattern is valid (type invariant).
     let bytes = unsafe { std::slice::from_raw_parts_mut(start, size_of::<Figures>()) };
-    file::read_published(path, owner, &mut bytes[..len])?;
+    file.read(&mut bytes[..len])?;
     Ok(act(&copy))
 }
 

@@ -5,6 +5,7 @@
 
 use crate::stats;
 use pagemill_sys::clock;
+use pagemill_sys::file::PublishedFile;
 use std::ffi::CStr;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -226,7 +227,8 @@ pub fn number_names() -> impl Iterator<Item = &'static str> {
 ///
 /// The error of opening the file.
 pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
-    let copy = || stats::with_copy(path, owner, size_of::<stats::Figures>(), |page| page.ring.read());
+    let file = PublishedFile::open(path, owner)?;
+    let copy = || stats::with_copy(&file, size_of::<stats::Figures>(), |page| page.ring.read());
     // An entry that was overwritten while the first copy was made has another sequence number in the second copy.
     let (mut events, after) = (copy()?, copy()?);
     events.retain(|event| after.binary_search_by_key(&event.sequence, |event| event.sequence).is_ok());

@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::ptr;
 
 /// A text of at most `N - 1` bytes with a terminating zero. A longer text is truncated, and `is_cut` is set.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Text<const N: usize> {
     bytes: [u8; N],
     len: usize,
@@ -127,14 +127,10 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     Ok(&buffer[..len])
 }
 
-/// As [`read`], with one call of the kernel. For files of `/proc` of one record, such as `/proc/PID/stat`, which the
-/// kernel passes as a whole.
-///
-/// # Errors
-///
-/// As [`read`].
-pub fn read_record<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
-    let len = read_some(&open(path, OFlags::RDONLY, Mode::empty())?, buffer)?;
+/// Reads the first record of an open file of `/proc`, such as `/proc/PID/stat`, with one call of the kernel, which passes
+/// a record as a whole. Does not move the position of the descriptor.
+pub(crate) fn read_record<'buffer>(fd: &Fd, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
+    let len = retry_on_intr(|| rustix::io::pread(fd, &mut *buffer, 0))?;
     Ok(&buffer[..len])
 }
 
@@ -258,22 +254,42 @@ pub fn map_shared(path: &CStr, len_bytes: usize, access: Access) -> io::Result<u
         as usize)
 }
 
-/// Reads the first `buffer.len()` bytes of a regular file that other processes may be changing.
-///
-/// `owner` is the required owner of the file. `None` accepts any user, for a process that runs as root. Later changes
-/// to the file have no effect on the bytes in `buffer`.
-///
-/// # Errors
-///
-/// Errors of `open` or `read`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's
-/// file. `EINVAL` for a file that is too short.
-pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io::Result<()> {
-    let fd = open(path, OFlags::RDONLY | UNTRUSTED_PATH_FLAGS, Mode::empty())?;
-    check_owner_and_length(&fd, buffer.len())?;
-    if owner.is_some_and(|owner| fs::fstat(&fd).map(|stat| stat.st_uid) != Ok(owner)) {
-        return Err(Errno::ACCESS.into());
+/// A regular file that other processes may be changing, open for reading.
+pub struct PublishedFile(Fd);
+
+impl PublishedFile {
+    /// Opens the file at `path`. `owner` is the required owner of the file. `None` accepts this user's files, and those
+    /// of any user in a process that runs as root.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `open`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's file.
+    pub fn open(path: &CStr, owner: Option<u32>) -> io::Result<Self> {
+        let fd = open(path, OFlags::RDONLY | UNTRUSTED_PATH_FLAGS, Mode::empty())?;
+        let found = check_owner_and_length(&fd, 0)?.st_uid;
+        if owner.is_some_and(|owner| owner != found) { Err(Errno::ACCESS.into()) } else { Ok(Self(fd)) }
     }
-    if read_all(&fd, buffer)? < buffer.len() { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+
+    /// Reads the first `buffer.len()` bytes. Later changes to the file have no effect on the bytes in `buffer`.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `pread`. `EINVAL` for a file that is too short.
+    pub fn read(&self, buffer: &mut [u8]) -> io::Result<()> {
+        let mut len = 0;
+        while len < buffer.len() {
+            match retry_on_intr(|| rustix::io::pread(&self.0, &mut buffer[len..], len as u64))? {
+                0 => return Err(Errno::INVAL.into()),
+                count => len += count,
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether the file has been removed since it was opened.
+    pub fn is_removed(&self) -> bool {
+        fs::fstat(&self.0).is_ok_and(|stat| stat.st_nlink == 0)
+    }
 }
 
 /// Returns whether `path` is a directory (not a symbolic link) of user `owner`, without permissions for group and
@@ -292,8 +308,9 @@ fn is_of_type(stat: &Stat, kind: FileType) -> bool {
     FileType::from_raw_mode(stat.st_mode) == kind
 }
 
-/// Rejects a file that is not a regular file of this user (for root: of any user), and a file shorter than `len_bytes`.
-fn check_owner_and_length(fd: &Fd, len_bytes: usize) -> io::Result<()> {
+/// Returns the properties of a file. Rejects a file that is not a regular file of this user (for root: of any user), and
+/// a file shorter than `len_bytes`.
+fn check_owner_and_length(fd: &Fd, len_bytes: usize) -> io::Result<Stat> {
     let (stat, user) = (fs::fstat(fd)?, crate::process::user_id());
     if !is_of_type(&stat, FileType::RegularFile) || (stat.st_uid != user && user != 0) {
         return Err(Errno::ACCESS.into());
@@ -301,7 +318,7 @@ fn check_owner_and_length(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     if (stat.st_size as u64) < len_bytes as u64 {
         return Err(Errno::INVAL.into());
     }
-    Ok(())
+    Ok(stat)
 }
 
 /// Maps zeroed private memory at `fixed`, in place of the existing mapping.

@@ -1,9 +1,10 @@
 //! Identity and resources of processes, mostly read from `/proc`. Nothing here allocates.
 #![allow(unsafe_code)] // getpid, gettid, kill, abort
 
-use crate::file::{self, Path};
+use crate::file::{self, Fd, Path};
 use crate::mem;
 use crate::result::check_result;
+use rustix::fs::{Mode, OFlags};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -45,19 +46,61 @@ pub fn abort() -> ! {
     unsafe { libc::abort() }
 }
 
-/// Returns a process's name, and the fields of `/proc/PID/stat` from the state on (field 3 has index 0).
+/// The file `/proc/PID/stat` of a process, open. If the process ends, the file belongs to no other process that gets the
+/// same id.
+pub struct StatFile {
+    fd: Fd,
+    pid: u32,
+}
+
+impl StatFile {
+    /// Opens the file of the process `pid`; returns `None` if there is no such process or no free descriptor.
+    pub fn open(pid: u32) -> Option<Self> {
+        let path = if pid == id() {
+            // The path contains "self" instead of the id, because this `/proc` may belong to another PID namespace, with
+            // other ids.
+            Path::format(format_args!("/proc/self/stat"))?
+        } else {
+            Path::format(format_args!("/proc/{pid}/stat"))?
+        };
+        Some(Self { fd: file::open(path.as_c_str(), OFlags::RDONLY, Mode::empty()).ok()?, pid })
+    }
+
+    /// Returns the usage of the process; `None` if it has ended, or if it is a zombie. Takes some 5 us.
+    pub fn usage(&self) -> Option<Usage> {
+        let mut buffer = [0; 1024];
+        let (name, fields) = self.fields(&mut buffer)?;
+        let mut fields = fields.split(' ');
+        if matches!(fields.next()?, "Z" | "X") {
+            return None;
+        }
+        let parent_pid = fields.next()?.parse().ok()?;
+        // `nth` continues after the last field that was read.
+        let mut number = |skipped: usize| fields.nth(skipped)?.parse::<u64>().ok();
+        let (user, system) = (number(9)?, number(0)?);
+        let (threads, start_ticks, pages) = (number(4)?, number(1)?, number(1)?);
+        Some(Usage {
+            identity: Identity { pid: self.pid, start_ticks },
+            name: name_bytes(name),
+            parent_pid,
+            cpu_ticks: user.saturating_add(system),
+            threads,
+            resident_bytes: pages.saturating_mul(mem::os_page_bytes() as u64),
+        })
+    }
+
+    /// Returns the name of the process, and the fields from the state on (field 3 has index 0).
+    fn fields<'buffer>(&self, buffer: &'buffer mut [u8; 1024]) -> Option<(&'buffer str, &'buffer str)> {
+        let text = std::str::from_utf8(file::read_record(&self.fd, buffer).ok()?).ok()?;
+        // The name is in parentheses and may contain any character.
+        let (open, close) = (text.find('(')?, text.rfind(')')?);
+        Some((text.get(open + 1..close)?, text.get(close + 2..)?))
+    }
+}
+
+/// Opens the file `/proc/PID/stat` of a process, and returns its contents, as [`StatFile::fields`] does.
 fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
-    let path = if pid == id() {
-        // The path contains "self" instead of the id, because this `/proc` may belong to another PID namespace, with
-        // other ids.
-        Path::format(format_args!("/proc/self/stat"))?
-    } else {
-        Path::format(format_args!("/proc/{pid}/stat"))?
-    };
-    let text = std::str::from_utf8(file::read_record(path.as_c_str(), buffer).ok()?).ok()?;
-    // The name is in parentheses and may contain any character.
-    let (open, close) = (text.find('(')?, text.rfind(')')?);
-    Some((text.get(open + 1..close)?, text.get(close + 2..)?))
+    StatFile::open(pid)?.fields(buffer)
 }
 
 /// Returns the identity of a running process; `None` if there is no such process, or if it is a zombie.
@@ -87,25 +130,7 @@ pub struct Usage {
 
 /// Returns the usage of a running process; `None` if there is no such process, or if it is a zombie. Takes some 10 us.
 pub fn usage(pid: u32) -> Option<Usage> {
-    let mut buffer = [0; 1024];
-    let (name, fields) = stat_fields(pid, &mut buffer)?;
-    let mut fields = fields.split(' ');
-    if matches!(fields.next()?, "Z" | "X") {
-        return None;
-    }
-    let parent_pid = fields.next()?.parse().ok()?;
-    // `nth` continues after the last field that was read.
-    let mut number = |skipped: usize| fields.nth(skipped)?.parse::<u64>().ok();
-    let (user, system) = (number(9)?, number(0)?);
-    let (threads, start_ticks, pages) = (number(4)?, number(1)?, number(1)?);
-    Some(Usage {
-        identity: Identity { pid, start_ticks },
-        name: name_bytes(name),
-        parent_pid,
-        cpu_ticks: user.saturating_add(system),
-        threads,
-        resident_bytes: pages.saturating_mul(mem::os_page_bytes() as u64),
-    })
+    StatFile::open(pid)?.usage()
 }
 
 /// Returns whether a process is stopped, by a signal (`SIGSTOP`) or by a debugger.
@@ -224,6 +249,11 @@ pub(crate) fn resource_limit(of: libc::__rlimit_resource_t) -> io::Result<libc::
 /// beyond that size.
 pub fn file_size_limit() -> u64 {
     soft_resource_limit(libc::RLIMIT_FSIZE)
+}
+
+/// Returns the number of descriptors that this process may have open (the soft limit `RLIMIT_NOFILE`).
+pub fn descriptor_limit() -> usize {
+    usize::try_from(soft_resource_limit(libc::RLIMIT_NOFILE)).unwrap_or(usize::MAX)
 }
 
 /// Raises the soft limit of open descriptors to the hard limit, if that is allowed.
@@ -359,6 +389,21 @@ mod tests {
         }
         assert!(usage(id()).unwrap().cpu_ticks >= before.cpu_ticks);
         assert_eq!(usage(1 << 30), None);
+    }
+
+    /// A process ends while its file of `/proc` is open. Before, the file must return the usage of the process, each time
+    /// anew. Afterwards it must return none.
+    #[test]
+    fn an_open_stat_file_follows_its_process() {
+        let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let file = StatFile::open(child.id()).unwrap();
+        for _ in 0..2 {
+            assert_eq!(file.usage().map(|usage| usage.identity), identity(child.id()));
+        }
+        assert_eq!(file.usage().unwrap().parent_pid, id());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert_eq!(file.usage(), None);
     }
 
     /// A process that has ended must not count as alive, even if its parent has not waited for it yet.

@@ -157,6 +157,7 @@ pub enum Scope {
 pub struct Source {
     scope: Scope,
     selection: Selection,
+    published: published::Reader,
     reader: FiguresReader,
 }
 
@@ -166,7 +167,8 @@ impl Source {
     }
 
     fn with_processes(scope: Scope, max_named: usize) -> Self {
-        Self { scope, selection: Selection::new(max_named), reader: FiguresReader::default() }
+        let (published, reader) = (published::Reader::default(), FiguresReader::default());
+        Self { scope, selection: Selection::new(max_named), published, reader }
     }
 
     fn text(&mut self, format: Format) -> String {
@@ -174,9 +176,10 @@ impl Source {
         metrics::write_build_info(&mut text);
         match &self.scope {
             Scope::All => {
-                let running = self.reader.figures(published::read_all());
+                let published = self.published.read().into_iter().filter_map(|reading| reading.process);
+                let running = self.reader.figures(published.collect());
                 processes::write_processes(&mut text, &mut self.selection, running);
-                processes::write_trees(&mut text, published::read_trees());
+                processes::write_trees(&mut text, published::read_trees(self.published.trees()));
                 let visible = mounting::all_devices().into_iter().filter_map(|(device, point)| Some((point?, device)));
                 mounts::write_mounts(&mut text, &mounts::request_all(visible.collect()));
             }

@@ -200,8 +200,9 @@ pub fn write_trees(metrics: &mut Exposition, mut trees: Vec<(Identity, TreeAmoun
 
 /// Returns the tree of this `pagemill run`; empty if it is not published.
 pub fn own_tree() -> Vec<(Identity, TreeAmounts)> {
-    let own = std::process::id();
-    published::read_trees().into_iter().filter(|(run, _)| run.pid == own).collect()
+    let mut folders = published::all_trees();
+    folders.retain(|folder| folder.run.pid == std::process::id());
+    published::read_trees(&folders)
 }
 
 #[cfg(test)]

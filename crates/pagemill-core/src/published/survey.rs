@@ -2,20 +2,15 @@
 //! no figures are read.
 
 use super::{
-    Process, SHARED_FOLDERS, candidate_folders, identity_of, is_private, names_in, own_private_folders, runtime_folder,
-    user_of,
+    SHARED_FOLDERS, candidate_folders, identity_of, is_private, names_in, own_private_folders, runtime_folder, user_of,
 };
-use crate::stats;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 /// The figures files of one process.
-///
-/// Example: [`Survey`].
-#[derive(Clone)]
-pub struct ProcessFiles {
+pub(super) struct ProcessFiles {
     pub identity: Identity,
     /// The user in whose folder the files are.
     pub user: u32,
@@ -27,7 +22,7 @@ pub struct ProcessFiles {
 
 /// The folder of a process tree.
 ///
-/// Example: [`Survey`].
+/// Example: [`Reader`](super::Reader).
 #[derive(Clone)]
 pub struct TreeFolder {
     pub path: String,
@@ -39,21 +34,10 @@ pub struct TreeFolder {
 
 /// All figures files and process trees that this user may read: for root those of all users. Some of the processes may
 /// have ended.
-///
-/// ```
-/// use pagemill_testbed::Testbed;
-/// use pagemill_core::published::Survey;
-///
-/// Testbed::of_process()?;
-/// let survey = Survey::of_all_users();
-/// let own = survey.processes.iter().find(|files| files.identity.pid == std::process::id()).unwrap();
-/// assert!(own.is_trusted() && own.read().is_some());
-/// println!("nothing was published since: {}", survey.is_current());
-/// # Ok::<(), pagemill_core::Error>(())
-/// ```
 #[derive(Default)]
-pub struct Survey {
-    /// In the order of the process ids.
+pub(super) struct Survey {
+    /// In the order of the process ids. The files of a process's own user come before those that the process published
+    /// as root.
     pub processes: Vec<ProcessFiles>,
     pub trees: Vec<TreeFolder>,
     /// The folders that were listed, or that would have been, each with the time of its latest change before that.
@@ -95,6 +79,7 @@ impl Survey {
             // The preload library publishes in the folder of the tree, other instances in that of the user.
             files.paths.sort_by(|one, other| (depth(other), one.as_str()).cmp(&(depth(one), other.as_str())));
         }
+        processes.sort_by_key(|files| (files.identity, files.user == own));
         Self { processes, trees, folders: watched, taken }
     }
 
@@ -180,18 +165,6 @@ impl ProcessFiles {
         let folder = Path::format(format_args!("/proc/{pid}"));
         let is_owner = || folder.and_then(|folder| file::owner(folder.as_c_str())) == Some(self.user);
         (self.user != 0 && is_owner()) || user_of(pid) == Some(self.user)
-    }
-
-    /// Reads the figures of the process, which may have ended. Returns `None` if no file has figures of this version of
-    /// Pagemill. Takes some 10 us.
-    pub fn read(&self) -> Option<Process> {
-        let owner = (self.user != process::user_id()).then_some(self.user);
-        let read = |path: &Path| {
-            let snapshot = stats::read_of(path.as_c_str(), owner).ok()?;
-            (snapshot.identity == self.identity).then(|| (path.clone(), snapshot))
-        };
-        let found: Vec<_> = self.paths.iter().filter_map(read).collect();
-        (!found.is_empty()).then_some(Process { identity: self.identity, user: self.user, found })
     }
 }
 

@@ -9,7 +9,7 @@
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
 use crate::error::{Error, Result};
-use pagemill_sys::file::{self, Access};
+use pagemill_sys::file::{self, Access, PublishedFile};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::process::{self, Identity};
 use std::ffi::CStr;
@@ -139,7 +139,7 @@ impl TreeHeader {
     /// Errors of reading the file; `InvalidData` if it is not the page of a tree.
     pub fn read(path: &CStr, owner: Option<u32>) -> std::io::Result<Self> {
         let mut bytes = [0; Self::LEN];
-        file::read_published(path, owner, &mut bytes)?;
+        PublishedFile::open(path, owner)?.read(&mut bytes)?;
         let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|byte| bytes[at + byte]));
         if word(0) != MAGIC {
             return Err(std::io::ErrorKind::InvalidData.into());
@@ -227,7 +227,7 @@ impl TreePage {
         let mut page: Self = unsafe { std::mem::zeroed() };
         // SAFETY: these are the bytes of a local value for which every bit pattern is valid (type invariant).
         let bytes = unsafe { std::slice::from_raw_parts_mut((&raw mut page).cast::<u8>(), Self::LEN) };
-        file::read_published(path, owner, bytes)?;
+        PublishedFile::open(path, owner)?.read(bytes)?;
         if page.magic.load(Relaxed) != MAGIC {
             return Err(io::ErrorKind::InvalidData.into());
         }
