@@ -776,14 +776,21 @@ impl<T: Movable> HandleMap<T> {
     }
 
     /// Shrinks repeatedly until readers of concurrent tests have finished, so that no object waits for readers and
-    /// nothing is left to move. Returns by how many bytes the memory charged for the cache fell.
+    /// nothing is left to move. Values in the block of a pinned value may move back and forth at each shrink: ends after
+    /// some shrinks in a row without a gain. Returns by how many bytes the memory charged for the cache fell.
     pub(crate) fn pack(&self) -> u64 {
-        let mut freed = 0;
+        const MAX_SHRINKS_WITHOUT_GAIN: u32 = 8;
+        let (engine, mut freed, mut without_gain) = (&self.inner.engine, 0, 0);
         loop {
-            let before = self.info().unwrap().moved;
-            freed += self.shrink().unwrap();
-            let is_waiting = self.inner.engine.has_batches() || self.in_retire_list() > 0;
-            if !is_waiting && self.info().unwrap().moved == before {
+            let (moved, used) = (self.info().unwrap().moved, engine.used_slabs_and_blocks());
+            let more = self.shrink().unwrap();
+            freed += more;
+            if engine.has_batches() || self.in_retire_list() > 0 || more > 0 || engine.used_slabs_and_blocks() < used {
+                without_gain = 0;
+                continue;
+            }
+            without_gain += 1;
+            if self.info().unwrap().moved == moved || without_gain == MAX_SHRINKS_WITHOUT_GAIN {
                 return freed;
             }
         }

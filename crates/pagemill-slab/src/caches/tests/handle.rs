@@ -400,6 +400,33 @@ fn pinned_values_keep_address_and_contents() {
     assert!(cache.remove(handles[0]).unwrap().is_some() && cache.pin(handles[0]).unwrap().is_none());
 }
 
+/// A block has a pinned value and another one in a slab, and a full block has an empty slab. Each shrink moves the other
+/// value to the empty slab to empty its block, and then back, because it fits beside the pinned value. Packing must end
+/// nevertheless. Without the pin, one block must be left.
+#[test]
+fn packing_ends_while_a_value_moves_around_a_pinned_one() {
+    let cache = slabs().by_handle::<[u64; 1500]>(Settings::new("around")).unwrap();
+    let shape = &cache.engine().shape;
+    let (in_slab, in_block) = (shape.capacity as usize, shape.block_capacity() as usize);
+    let handles: Vec<_> = (0..in_block as u64 + 2).map(|number| cache.insert([number; 1500]).unwrap()).collect();
+    let address = |handle| std::ptr::from_ref(cache.get(handle, &enter()).unwrap()) as usize;
+    let block_of = |handle: &&Handle<_>| address(**handle) / BLOCK_BYTES;
+    let full = block_of(&&handles[0]);
+    let (mut in_full, others): (Vec<&Handle<_>>, Vec<_>) = handles.iter().partition(|handle| block_of(handle) == full);
+    assert_eq!((in_full.len(), others.len()), (in_block, 2));
+    in_full.sort_by_key(|handle| address(**handle));
+    in_full[..in_slab].iter().for_each(|handle| _ = cache.remove(**handle).unwrap().unwrap());
+    let pinned = cache.pin(*others[0]).unwrap().unwrap();
+    cache.pack();
+    let before = cache.info().unwrap().moved;
+    cache.shrink().unwrap();
+    assert!(cache.info().unwrap().moved > before, "the value moves at each shrink");
+    drop(pinned);
+    cache.pack();
+    let info = cache.info().unwrap();
+    assert_eq!((info.active as usize, info.total.blocks), (in_block + 2 - in_slab, 1), "{info:?}");
+}
+
 /// Several threads call `remove_with` for one value. Only one of the calls may read the value. While the value is
 /// pinned, the removal must be refused. If the closure panics, the value must be removed nevertheless.
 #[test]
