@@ -8,7 +8,9 @@ use pagemill_ramfs::{Allocate, Builder, Error, File, OpenOptions, Quota, RamFs, 
 use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
 use pagemill_testbed::Testbed;
 use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 const MIB: u64 = 1 << 20;
 const SEGMENT: u64 = 256 << 10;
@@ -21,6 +23,43 @@ fn new_with(store: Arc<dyn Store>, limit_bytes: u64, change: impl FnOnce(Builder
 
 fn memory_store() -> Arc<MemoryStore> {
     Arc::new(MemoryStore::new(Vec::new(), 512))
+}
+
+/// A store in memory that calls a function before each write.
+struct HookedStore {
+    store: MemoryStore,
+    before_write: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Store for HookedStore {
+    fn size_bytes(&self) -> std::io::Result<u64> {
+        self.store.size_bytes()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.store.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> std::io::Result<()> {
+        self.store.read(offset, to)
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> std::io::Result<()> {
+        (self.before_write)();
+        self.store.write(offset, from)
+    }
+
+    fn set_size(&self, size_bytes: u64) -> std::io::Result<()> {
+        self.store.set_size(size_bytes)
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        self.store.sync()
+    }
+}
+
+fn hooked_store(bytes: Vec<u8>, before_write: impl Fn() + Send + Sync + 'static) -> Arc<HookedStore> {
+    Arc::new(HookedStore { store: MemoryStore::new(bytes, 512), before_write: Box::new(before_write) })
 }
 
 fn new() -> RamFs {
@@ -464,28 +503,36 @@ fn volatile_data_in_a_full_store_are_purged() {
 fn refused_mappings_disturb_no_writes() {
     let fs = new();
     fs.write("/large", &vec![2; 4 * MIB as usize]).unwrap();
-    let is_done = std::sync::atomic::AtomicBool::new(false);
+    let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let large = open(&fs, "/large");
         let is_done = &is_done;
         scope.spawn(move || {
-            while !is_done.load(std::sync::atomic::Ordering::Relaxed) {
+            while !is_done.load(SeqCst) {
                 assert!(large.mapping().is_none());
             }
         });
         let written: Result<(), Error> = (0..200).try_for_each(|_| fs.write("/small", &vec![3; 100_000]));
-        is_done.store(true, std::sync::atomic::Ordering::Relaxed);
+        is_done.store(true, SeqCst);
         written.unwrap();
     });
 }
 
 /// A fork child truncates, punches, zeroes, writes and reads files of its parent's file systems, and sets the store of
-/// an empty file. A part of each file with data is in a spill store. Each call must fail, and the parent's bytes must
-/// stay.
+/// an empty file. A part of each file with data is in a spill store. At the fork, another thread of the parent writes to
+/// the empty file, and waits for a spill store. Each call must fail, and the parent's bytes must stay.
 #[test]
 fn a_fork_child_changes_nothing() {
     let (testbed, bytes) = (Testbed::for_test(), vec![7; 2 * MIB as usize]);
-    let builder = RamFs::builder("fork").bytes(MIB).spill(memory_store(), 8 * MIB);
+    let [is_holding, is_writing] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let (holds, writes) = (is_holding.clone(), is_writing.clone());
+    let store = hooked_store(Vec::new(), move || {
+        writes.store(true, SeqCst);
+        while holds.load(SeqCst) {
+            std::thread::yield_now();
+        }
+    });
+    let builder = RamFs::builder("fork").bytes(MIB).spill(store, 8 * MIB);
     let fs = builder.build_in(testbed.slabs, testbed.caches).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let on_disk = Arc::new(pagemill_store::FileStore::create(folder.path().join("spill")).unwrap());
@@ -495,7 +542,14 @@ fn a_fork_child_changes_nothing() {
         fs.write("/file", &bytes).unwrap();
         open(fs, "/file")
     });
-    let empty = open(&fs, "/empty");
+    let [empty, writing] = [(); 2].map(|()| open(&fs, "/empty"));
+    is_holding.store(true, SeqCst);
+    is_writing.store(false, SeqCst);
+    let writer = std::thread::spawn(move || write_all(&writing, &[8; 100_000], 0).unwrap());
+    while !is_writing.load(SeqCst) {
+        std::thread::yield_now();
+    }
+    assert_eq!(empty.size_bytes(), 0);
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { testbed.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
@@ -505,6 +559,8 @@ fn a_fork_child_changes_nothing() {
     if child == 0 {
         // SAFETY: the process is a new child, and this is its only thread.
         unsafe { testbed.instance.begin_child() };
+        // SAFETY: ends the child by a signal if a call waits for the other thread.
+        unsafe { libc::alarm(30) };
         let all_fail = files.iter().all(|file| {
             file.read_at(&mut [0; 10], 0).is_err()
                 && file.write_at(b"x", 0).is_err()
@@ -519,7 +575,10 @@ fn a_fork_child_changes_nothing() {
     let mut status = -1;
     // SAFETY: waits for the child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    is_holding.store(false, SeqCst);
+    writer.join().unwrap();
     assert_eq!(status, 0);
+    assert!(fs.read("/empty").unwrap() == [8; 100_000]);
     assert!([&fs, &disk_fs].iter().all(|fs| fs.read("/file").unwrap() == bytes));
 }
 
@@ -559,6 +618,34 @@ fn pages_of_stores_make_room_for_spilled_data() {
             assert_eq!(fs.read("/small").unwrap()[..100_000], [1; 100_000]);
         }
     }
+}
+
+/// A mapping of a spilled file needs the memory of dirty pages of another file, whose store panics. Afterwards, writes
+/// into the spilled segment must not be lost, and a mapping must have them.
+#[test]
+fn a_panic_of_another_store_loses_no_later_write() {
+    let fs = new();
+    let small = spill_small_file(&fs);
+    let is_panicking = Arc::new(AtomicBool::new(false));
+    let panics = is_panicking.clone();
+    let (bytes, before_write) = (vec![3; 16 * 4096], move || assert!(!panics.load(SeqCst), "as the test wants"));
+    fs.write("/pinned", &[2; 220 * 4096]).unwrap();
+    let pinned = open(&fs, "/pinned");
+    assert!(pinned.mapping().is_some());
+    let stored = open(&fs, "/stored");
+    stored.set_store(hooked_store(bytes.clone(), before_write)).unwrap();
+    write_all(&stored, &bytes, 0).unwrap();
+    is_panicking.store(true, SeqCst);
+    assert!(catch_unwind(AssertUnwindSafe(|| small.mapping().is_some())).is_err());
+    is_panicking.store(false, SeqCst);
+    assert_eq!(fs.usage().spilled_bytes, 25 * 4096);
+    small.write_at(b"x", 4096).unwrap();
+    let mut expected = vec![1; 100_000];
+    expected[4096] = b'x';
+    assert!(fs.read("/small").unwrap() == expected);
+    assert!(small.mapping().is_some());
+    assert!(fs.read("/small").unwrap() == expected);
+    assert!(read_all(&stored, bytes.len(), 0).unwrap() == bytes);
 }
 
 /// The disk of the store is full, or a quota or the process's file size limit is reached, before the spill store's own

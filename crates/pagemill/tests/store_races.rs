@@ -323,9 +323,14 @@ fn an_event_loop_is_notified_of_every_page() {
         let mut queue = cache.queue(4).unwrap();
         assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
         let fd = queue.watch().unwrap().as_raw_fd();
-        while queue.wait(0, Duration::ZERO).unwrap() == 0 && has_ended {}
+        let begun = Instant::now();
+        while queue.wait(0, Duration::ZERO).unwrap() == 0 && has_ended {
+            assert!(begun.elapsed() < WAIT_LIMIT, "the read does not end");
+        }
         file.read_at(&mut [0; 8], 0).unwrap();
+        let begun = Instant::now();
         while queue.next().is_none() {
+            assert!(begun.elapsed() < WAIT_LIMIT, "no page, with {} on its way", queue.len());
             let (mut poll, due) = (libc::pollfd { fd, events: libc::POLLIN, revents: 0 }, queue.due());
             let limit = due.unwrap_or(WAIT_LIMIT).as_millis() as i32;
             // SAFETY: one entry, which outlives the call.

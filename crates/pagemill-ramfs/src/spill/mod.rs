@@ -265,12 +265,8 @@ impl Spill {
                         true => Room::DiskFull,
                         false => Room::None,
                     };
-                    if !self.drop_copies() {
-                        // Segments with entries that other threads have taken out may have copies.
-                        if self.unchanged_copies.load(Relaxed) == 0 || !self.order.has_taken() {
-                            break;
-                        }
-                        pause();
+                    if !self.drop_copies_in_time(attempt) {
+                        break;
                     }
                 }
             }
@@ -444,6 +440,37 @@ impl Spill {
         self.unchanged_copies.fetch_add(1, Relaxed);
         self.spilled_pages.fetch_sub(old.pages.count(), Relaxed);
         Ok(())
+    }
+
+    /// Writes back dirty pages of files with a store of their own, or evicts pages that became clean meanwhile. Returns
+    /// whether there were any. Waits for a store without progress up to the timeout of writeback. The caller holds no
+    /// lock of a segment.
+    pub fn clean_some(&self, bytes: u64) -> bool {
+        if self.cache.clean_some(bytes) {
+            return true;
+        }
+        let has_evicted = self.cache.evict_clean(bytes);
+        if has_evicted {
+            self.count_release();
+        }
+        has_evicted
+    }
+
+    /// Drops the copies of resident segments. If only segments with entries that other threads have taken out have
+    /// copies, waits until these are put back, or until memory became free since the attempt began, for at most
+    /// [`MAX_WAIT_NS`]. Returns whether a copy was dropped. The caller holds no lock of a segment.
+    fn drop_copies_in_time(&self, attempt: &Attempt) -> bool {
+        let begun_ns = coarse_ns();
+        loop {
+            if self.drop_copies() {
+                return true;
+            }
+            let may_have_copies = self.unchanged_copies.load(Relaxed) > 0 && self.order.has_taken();
+            if !may_have_copies || self.releases.load(Acquire) != attempt.releases || is_late(begun_ns) {
+                return false;
+            }
+            pause();
+        }
     }
 
     /// Drops the copies of resident segments. Returns whether there were any. The caller holds no lock of a segment.

@@ -165,8 +165,9 @@ impl PageCache {
         let cache = &self.0;
         let missing = || cache.charged_bytes.load(Relaxed).saturating_add(bytes).saturating_sub(cache.limit_bytes);
         let evict = |missing| cache.evict_some(missing) || cache.evict_at_last(missing);
+        let before = missing();
         // `evict_some` and `evict_at_last` may each free a part and return false.
-        cache.check().is_ok() && missing() > 0 && (evict(missing()) || missing() == 0)
+        cache.check().is_ok() && before > 0 && (evict(before) || missing() == 0)
     }
 
     /// Writes back dirty folios of files with a store, some `bytes` of one file at a time, until folios of the cache
