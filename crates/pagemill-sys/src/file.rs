@@ -127,8 +127,8 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     Ok(&buffer[..len])
 }
 
-/// Reads the first record of an open file of `/proc`, such as `/proc/PID/stat`, with one call of the kernel, which passes
-/// a record as a whole. Does not move the position of the descriptor.
+/// Reads the first record of an open file of `/proc`, such as `/proc/PID/stat`, with one `pread`. The kernel returns a
+/// record as a whole. Does not move the position of the descriptor.
 pub(crate) fn read_record<'buffer>(fd: &Fd, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
     let len = retry_on_intr(|| rustix::io::pread(fd, &mut *buffer, 0))?;
     Ok(&buffer[..len])
@@ -258,12 +258,12 @@ pub fn map_shared(path: &CStr, len_bytes: usize, access: Access) -> io::Result<u
 pub struct PublishedFile(Fd);
 
 impl PublishedFile {
-    /// Opens the file at `path`. `owner` is the required owner of the file. `None` accepts this user's files, and those
-    /// of any user in a process that runs as root.
+    /// Opens the file at `path`. `owner` is the required owner of the file. `None` requires this user as the owner;
+    /// root then accepts any owner.
     ///
     /// # Errors
     ///
-    /// Errors of `open`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's file.
+    /// Errors of `open`. `ELOOP` for a symbolic link. `EACCES` for a file that is not regular, or for another user's file.
     pub fn open(path: &CStr, owner: Option<u32>) -> io::Result<Self> {
         let fd = open(path, OFlags::RDONLY | UNTRUSTED_PATH_FLAGS, Mode::empty())?;
         let found = check_owner_and_length(&fd, 0)?.st_uid;

@@ -46,7 +46,7 @@ pub fn abort() -> ! {
     unsafe { libc::abort() }
 }
 
-/// The file `/proc/PID/stat` of a process, open. If the process ends, the file belongs to no other process that gets the
+/// The file `/proc/PID/stat` of a process, open. After the process has ended, reading fails, even if a new process has the
 /// same id.
 pub struct StatFile {
     fd: Fd,
@@ -391,10 +391,9 @@ mod tests {
         assert_eq!(usage(1 << 30), None);
     }
 
-    /// A process ends while its file of `/proc` is open. Before, the file must return the usage of the process, each time
-    /// anew. Afterwards it must return none.
+    /// A process ends while its file of `/proc` is open. Two reads before must return its usage, and one afterwards none.
     #[test]
-    fn an_open_stat_file_follows_its_process() {
+    fn an_open_stat_file_has_no_usage_after_the_end() {
         let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let file = StatFile::open(child.id()).unwrap();
         for _ in 0..2 {

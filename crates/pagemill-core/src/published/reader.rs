@@ -1,5 +1,5 @@
 //! Reads the figures and the usage of all processes repeatedly. The files stay open between two reads, because opening
-//! and closing a file takes longer than reading it.
+//! and closing a file takes about as long as reading it.
 
 use super::survey::{ProcessFiles, Survey};
 use super::{Process, TreeFolder};
@@ -9,14 +9,14 @@ use pagemill_sys::process::{self, Identity, StatFile, Usage};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// Age from which the folders are listed again, although they have not changed. A new folder of another user is noticed
-/// only then.
+/// Age from which the folders are listed again, although none has changed. Without this, a new folder of another user
+/// could stay unnoticed.
 const MAX_SURVEY_AGE: Duration = Duration::from_secs(10);
 
-/// Maximum number of descriptors that stay open, if this process may have more than twice as many.
+/// Maximum number of descriptors that stay open. The limit is half of `RLIMIT_NOFILE` if that is lower.
 const MAX_DESCRIPTORS: usize = 4000;
 
-/// What was read of a running process.
+/// Usage and figures of a running process, from one read.
 ///
 /// Example: [`Reader`].
 pub struct Reading {
@@ -25,8 +25,8 @@ pub struct Reading {
     pub user: u32,
     /// The `pagemill run` to whose tree the process belongs.
     pub run: Option<Identity>,
-    /// The published figures; `None` if the process has ended meanwhile, or if no file has figures of this version of
-    /// Pagemill.
+    /// The published figures; `None` if the process has ended meanwhile, if no file can be opened, or if none has figures
+    /// of this version of Pagemill.
     pub process: Option<Process>,
 }
 
@@ -89,7 +89,8 @@ impl Reader {
         &self.survey.trees
     }
 
-    /// Lists the files of processes, unless the folders have not changed since.
+    /// Lists the files of processes again if a folder has changed since the last list, or if that is older than
+    /// [`MAX_SURVEY_AGE`].
     fn list_files(&mut self) {
         let is_recent = self.surveyed.is_some_and(|surveyed| surveyed.elapsed() < MAX_SURVEY_AGE);
         if is_recent && self.survey.is_current() {
@@ -159,12 +160,12 @@ mod tests {
     use std::process::{Child, Command, Stdio};
 
     /// A process that runs until it is dropped, with figures that a test publishes for it.
-    struct Sleeper {
+    struct TestProcess {
         process: Child,
         folder: tempfile::TempDir,
     }
 
-    impl Sleeper {
+    impl TestProcess {
         fn new() -> Self {
             let process = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
             Self { process, folder: tempfile::tempdir().unwrap() }
@@ -174,7 +175,8 @@ mod tests {
             process::identity(self.process.id()).unwrap()
         }
 
-        /// Creates a figures file, in which the process has the name `name`. Returns the list of the files.
+        /// Writes the figures file of the instance with the index `copy`, in which the process has the name `name`. Returns
+        /// the paths of the files of the instances from 0 to `copy`.
         fn publish(&self, name: &str, copy: u32) -> ProcessFiles {
             let identity = self.identity();
             let mut page = vec![0; stats::Figures::LEN];
@@ -196,7 +198,7 @@ mod tests {
         }
     }
 
-    impl Drop for Sleeper {
+    impl Drop for TestProcess {
         fn drop(&mut self) {
             self.end();
         }
@@ -214,13 +216,13 @@ mod tests {
     /// The files of a process must stay open only if that is allowed, and be closed when it has ended.
     #[test]
     fn files_stay_open_until_the_process_ends() {
-        let mut sleeper = Sleeper::new();
-        let mut followed = follow(sleeper.publish("first", 0));
+        let mut process = TestProcess::new();
+        let mut followed = follow(process.publish("first", 0));
         assert_eq!((names(followed.read(false)), followed.open_descriptors()), (vec!["first".to_owned()], 0));
         for _ in 0..2 {
             assert_eq!((names(followed.read(true)), followed.open_descriptors()), (vec!["first".to_owned()], 2));
         }
-        sleeper.end();
+        process.end();
         assert!(followed.read(true).is_none());
         assert_eq!(followed.open_descriptors(), 0);
     }
@@ -229,31 +231,30 @@ mod tests {
     /// after the files were listed again, and the reading must have the present contents of all files.
     #[test]
     fn replaced_and_new_files_are_read() {
-        let sleeper = Sleeper::new();
-        let mut followed = follow(sleeper.publish("first", 0));
+        let process = TestProcess::new();
+        let mut followed = follow(process.publish("first", 0));
         assert_eq!(names(followed.read(true)), ["first"]);
         // Writes to the existing file.
-        followed = followed.with_files(sleeper.publish("second", 0));
+        followed = followed.with_files(process.publish("second", 0));
         assert_eq!((names(followed.read(true)), followed.open_descriptors()), (vec!["second".to_owned()], 2));
         std::fs::remove_file(followed.files.paths[0].as_str()).unwrap();
-        followed = followed.with_files(sleeper.publish("third", 0));
+        followed = followed.with_files(process.publish("third", 0));
         assert_eq!(names(followed.read(true)), ["third"]);
-        followed = followed.with_files(sleeper.publish("fourth", 1));
+        followed = followed.with_files(process.publish("fourth", 1));
         assert_eq!(
             (names(followed.read(true)), followed.open_descriptors()),
             (vec!["third".into(), "fourth".into()], 3)
         );
     }
 
-    /// Figures with the identity of another process must not be returned, nor files of a process with the same id that
-    /// has ended.
+    /// A file with the identity of another process, and files of an ended process with the same id, must not be returned.
     #[test]
     fn figures_of_other_processes_are_left_out() {
-        let (sleeper, other) = (Sleeper::new(), Sleeper::new());
+        let (process, other) = (TestProcess::new(), TestProcess::new());
         let paths = other.publish("other", 0).paths;
-        let mut followed = follow(ProcessFiles { paths, ..sleeper.publish("own", 0) });
+        let mut followed = follow(ProcessFiles { paths, ..process.publish("own", 0) });
         assert!(followed.read(true).is_some_and(|reading| reading.process.is_none()));
-        let mut ended = sleeper.publish("own", 0);
+        let mut ended = process.publish("own", 0);
         ended.identity.start_ticks += 1;
         assert!(follow(ended).read(true).is_none());
     }
