@@ -470,15 +470,16 @@ fn files_named_by_a_link_are_found_near_a_limit() {
     }
     let cache = ram.folder("cache", &["--volatile", "full"]);
     let script = "import os, sys, time
-part = b'x' * (1 << 20); os.chdir(sys.argv[1]); root = os.open('/', os.O_RDONLY)
+part = b'x' * (1 << 20); os.chdir(sys.argv[1]); root = os.open('/', os.O_RDONLY); linked = 0
 for at in range(300):
     with open('new', 'wb', buffering=0) as f: assert f.write(part) == len(part), at
-    try: os.link('new', 'linked-%d' % at); os.unlink('new')
+    try: os.link('new', 'linked-%d' % at); os.unlink('new'); linked += 1
     except FileNotFoundError: pass
     f = os.open('.', os.O_TMPFILE | os.O_RDWR, 0o644)
     assert os.write(f, part) == len(part), at
     os.link('/proc/self/fd/%d' % f, 'unnamed-%d' % at, src_dir_fd=root); os.close(f)
-    time.sleep(0.01)";
+    time.sleep(0.01)
+assert linked > 0";
     let mut write = ram.place.command("python3");
     write.args(["-c", script]).arg(&cache);
     let end = finish(group.enter(&write), TIMEOUT);

@@ -547,6 +547,7 @@ fn a_fork_child_changes_nothing() {
     is_writing.store(false, SeqCst);
     let writer = std::thread::spawn(move || write_all(&writing, &[8; 100_000], 0).unwrap());
     while !is_writing.load(SeqCst) {
+        assert!(!writer.is_finished(), "the write needs the store");
         std::thread::yield_now();
     }
     assert_eq!(empty.size_bytes(), 0);

@@ -70,13 +70,19 @@ impl Reader {
         self.list_files();
         let limit = (process::descriptor_limit() / 2).min(MAX_DESCRIPTORS);
         let mut left = limit.saturating_sub(self.followed.iter().map(Followed::open_descriptors).sum());
-        let mut readings: Vec<Reading> = Vec::new();
+        let (own, mut readings) = (process::user_id(), Vec::<Reading>::new());
         for followed in &mut self.followed {
-            if readings.last().is_some_and(|last| last.usage.identity == followed.files.identity) {
+            // Another folder may have files of the same process.
+            let is_same = |last: &Reading| last.usage.identity.pid == followed.files.identity.pid;
+            if let Some(last) = readings.last_mut().filter(|last| is_same(last) && last.process.is_some()) {
+                if followed.files.user == own {
+                    last.run = last.run.or(followed.files.run);
+                }
                 continue;
             }
             let needed = 1 + followed.files.paths.len() - followed.open_descriptors();
             if let Some(reading) = followed.read(needed <= left) {
+                readings.pop_if(|last| last.usage.identity.pid == reading.usage.identity.pid);
                 readings.push(reading);
                 left = left.saturating_sub(needed);
             }
@@ -110,13 +116,14 @@ impl Reader {
 }
 
 impl Followed {
-    /// Replaces the list of files. Closes the figures files if other files are listed, or if one was removed and may
-    /// have been created again.
+    /// Replaces the list of files. The process may have another user meanwhile, so its files are trusted no more. Closes the figures files if other files are listed, if one could not be opened, or if
+    /// one was removed and may have been created again.
     fn with_files(mut self, files: ProcessFiles) -> Self {
-        if self.files.paths != files.paths || self.figures.iter().any(|(_, file)| file.is_removed()) {
+        let has_all = self.figures.len() == files.paths.len() && self.files.paths == files.paths;
+        if !has_all || self.figures.iter().any(|(_, file)| file.is_removed()) {
             self.figures.clear();
         }
-        self.files = files;
+        (self.files, self.is_trusted) = (files, false);
         self
     }
 
@@ -131,7 +138,8 @@ impl Followed {
         // What is not stored again below is closed.
         let (stat, mut figures) = (self.stat.take(), std::mem::take(&mut self.figures));
         let stat = stat.or_else(|| StatFile::open(identity.pid))?;
-        let usage = stat.usage().filter(|usage| usage.identity == identity)?;
+        // A process without `/proc` publishes a start time of 0.
+        let usage = stat.usage().filter(|usage| usage.identity == identity || identity.start_ticks == 0)?;
         self.is_trusted = self.is_trusted || self.files.is_trusted();
         if !self.is_trusted {
             return None;

@@ -2,7 +2,8 @@
 //! no figures are read.
 
 use super::{
-    SHARED_FOLDERS, candidate_folders, identity_of, is_private, names_in, own_private_folders, runtime_folder, user_of,
+    MAX_INSTANCES, SHARED_FOLDERS, candidate_folders, identity_of, is_private, names_in, own_private_folders,
+    runtime_folder, user_of,
 };
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
@@ -49,6 +50,10 @@ pub(super) struct Survey {
 /// the kernel's tick, at most 10 ms.
 const DISTINCT_CHANGE_AGE: Duration = Duration::from_millis(20);
 
+/// Maximum number of figures files of one process: one for each instance in the folder of a tree and in that of the
+/// user. A user may create more, under names such as `007-5`.
+const MAX_FILES_OF_PROCESS: usize = 2 * MAX_INSTANCES as usize;
+
 /// Maximum number of files of another user that are looked at. A user may create any number of them.
 const MAX_NAMES: usize = 10_000;
 
@@ -75,10 +80,7 @@ impl Survey {
             }
         }
         let mut processes: Vec<ProcessFiles> = found.into_values().collect();
-        for files in &mut processes {
-            // The preload library publishes in the folder of the tree, other instances in that of the user.
-            files.paths.sort_by(|one, other| (depth(other), one.as_str()).cmp(&(depth(one), other.as_str())));
-        }
+        processes.iter_mut().for_each(ProcessFiles::order_paths);
         processes.sort_by_key(|files| (files.identity, files.user == own));
         Self { processes, trees, folders: watched, taken }
     }
@@ -168,9 +170,32 @@ impl ProcessFiles {
     }
 }
 
+impl ProcessFiles {
+    /// Sorts the paths, and removes those above [`MAX_FILES_OF_PROCESS`].
+    fn order_paths(&mut self) {
+        // The preload library publishes in the folder of the tree, other instances in that of the user.
+        self.paths.sort_by(|one, other| (depth(other), one.as_str()).cmp(&(depth(one), other.as_str())));
+        self.paths.truncate(MAX_FILES_OF_PROCESS);
+    }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
+    /// A user creates files under many names for one process. Only a few of them must be kept.
+    #[test]
+    fn the_number_of_files_of_a_process_is_limited() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = ["7-5".to_owned()].into_iter().chain((1..30).map(|zeros| format!("{}7-5", "0".repeat(zeros))));
+        names.for_each(|name| std::fs::write(folder.path().join(name), b"").unwrap());
+        let (mut found, mut left) = (BTreeMap::new(), usize::MAX);
+        add_files(&mut found, folder.path().to_str().unwrap(), 1, None, &mut left);
+        let mut files = found.into_values().next().unwrap();
+        assert_eq!(files.paths.len(), 30);
+        files.order_paths();
+        assert_eq!(files.paths.len(), MAX_FILES_OF_PROCESS);
+    }
 
     /// Many files of one user must not make another user's survey large.
     #[test]

@@ -155,7 +155,7 @@ impl Spill {
             if let Some(done) = self.overwrite_in_store(data, segments, index, from, offset) {
                 return done;
             }
-            let may_continue = !is_late && self.clean_some(wanted)
+            let may_continue = !is_late && self.clean_some(wanted, &attempt)
                 || room != Room::Freed && self.make_space(room, &attempt, begun_ns, purge);
             if !may_continue {
                 return Err(error);
@@ -247,7 +247,7 @@ impl Spill {
                         drop(locked);
                         let room = self.make_room(self.bytes_of(spilled.pages), None, &mut attempt);
                         let is_late = is_late(begun_ns);
-                        if is_late || room != Room::Freed && !self.clean_some(self.bytes_of(spilled.pages)) {
+                        if is_late || room != Room::Freed && !self.clean_some(self.bytes_of(spilled.pages), &attempt) {
                             return Err(error);
                         }
                     }

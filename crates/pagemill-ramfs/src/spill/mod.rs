@@ -443,10 +443,10 @@ impl Spill {
     }
 
     /// Writes back dirty pages of files with a store of their own, or evicts pages that became clean meanwhile. Returns
-    /// whether there were any. Waits for a store without progress up to the timeout of writeback. The caller holds no
+    /// whether there were any, or whether memory became free since the attempt began. Waits for a store without progress up to the timeout of writeback. The caller holds no
     /// lock of a segment.
-    pub fn clean_some(&self, bytes: u64) -> bool {
-        if self.cache.clean_some(bytes) {
+    pub fn clean_some(&self, bytes: u64, attempt: &Attempt) -> bool {
+        if self.cache.clean_some(bytes) || self.releases.load(Acquire) != attempt.releases {
             return true;
         }
         let has_evicted = self.cache.evict_clean(bytes);
@@ -462,24 +462,26 @@ impl Spill {
     fn drop_copies_in_time(&self, attempt: &Attempt) -> bool {
         let begun_ns = coarse_ns();
         loop {
-            if self.drop_copies() {
+            let (has_dropped, has_others) = self.drop_copies();
+            if has_dropped {
                 return true;
             }
-            let may_have_copies = self.unchanged_copies.load(Relaxed) > 0 && self.order.has_taken();
-            if !may_have_copies || self.releases.load(Acquire) != attempt.releases || is_late(begun_ns) {
+            if !has_others || self.releases.load(Acquire) != attempt.releases || is_late(begun_ns) {
                 return false;
             }
             pause();
         }
     }
 
-    /// Drops the copies of resident segments. Returns whether there were any. The caller holds no lock of a segment.
-    fn drop_copies(&self) -> bool {
+    /// Drops the copies of resident segments, except those with entries that other threads have taken out. Returns
+    /// whether there were any, and whether such other segments may have copies. The caller holds no lock of a segment.
+    fn drop_copies(&self) -> (bool, bool) {
         let mut has_dropped = false;
         if self.unchanged_copies.load(Relaxed) == 0 {
-            return false;
+            return (false, false);
         }
-        for (file, index) in self.order.files_and_indices() {
+        let (entries, has_taken) = self.order.files_and_indices();
+        for (file, index) in entries {
             let Some(data) = file.upgrade() else { continue };
             let Some(segments) = &data.segments else { continue };
             let _locked = self.lock(segments, index);
@@ -487,7 +489,7 @@ impl Spill {
                 has_dropped |= self.drop_copy(segments, index, &segment);
             }
         }
-        has_dropped
+        (has_dropped, has_taken && self.unchanged_copies.load(Relaxed) > 0)
     }
 
     /// Frees the store copy of a resident segment. Returns whether there was one. The caller holds the segment's lock.

@@ -79,14 +79,13 @@ impl EvictionOrder {
         self.0.with(|queue| queue.entries.len() + queue.taken)
     }
 
-    /// Returns whether entries are taken out at the moment.
-    pub fn has_taken(&self) -> bool {
-        self.0.with(|queue| queue.taken > 0)
-    }
-
-    /// Returns the file and segment index of each entry, except those that are taken out.
-    pub fn files_and_indices(&self) -> Vec<(Weak<FileData>, u64)> {
-        self.0.with(|queue| queue.entries.iter().map(|entry| (entry.file.clone(), entry.index)).collect())
+    /// Returns the file and segment index of each entry, except those that are taken out at the moment, and whether there
+    /// are such entries.
+    pub fn files_and_indices(&self) -> (Vec<(Weak<FileData>, u64)>, bool) {
+        self.0.with(|queue| {
+            let found = queue.entries.iter().map(|entry| (entry.file.clone(), entry.index)).collect();
+            (found, queue.taken > 0)
+        })
     }
 }
 
