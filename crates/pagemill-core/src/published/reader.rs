@@ -9,8 +9,8 @@ use pagemill_sys::process::{self, Identity, StatFile, Usage};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// Age from which the folders are listed again, although none has changed. Without this, a new folder of another user
-/// could stay unnoticed.
+/// Age from which the folders are listed again, although none has changed, and from which it is checked again whether
+/// files belong to their process. Without this, a new folder of another user could stay unnoticed.
 const MAX_SURVEY_AGE: Duration = Duration::from_secs(10);
 
 /// Maximum number of descriptors that stay open. The limit is half of `RLIMIT_NOFILE` if that is lower.
@@ -57,8 +57,8 @@ pub struct Reader {
 /// A process of the survey. Its files are open from the first read on, if enough descriptors are left.
 struct Followed {
     files: ProcessFiles,
-    /// Whether the files are known to belong to the process.
-    is_trusted: bool,
+    /// When the files were last known to belong to the process.
+    trusted_at: Option<Instant>,
     stat: Option<StatFile>,
     /// Empty while `stat` is not open.
     figures: Vec<(Path, PublishedFile)>,
@@ -109,21 +109,21 @@ impl Reader {
             known.map(|followed| ((followed.files.identity, followed.files.user), followed)).collect();
         let follow = |files: ProcessFiles| match known.remove(&(files.identity, files.user)) {
             Some(followed) => followed.with_files(files),
-            None => Followed { files, is_trusted: false, stat: None, figures: Vec::new() },
+            None => Followed { files, trusted_at: None, stat: None, figures: Vec::new() },
         };
         self.followed = std::mem::take(&mut self.survey.processes).into_iter().map(follow).collect();
     }
 }
 
 impl Followed {
-    /// Replaces the list of files. The process may have another user meanwhile, so its files are trusted no more. Closes the figures files if other files are listed, if one could not be opened, or if
+    /// Replaces the list of files. Closes the figures files if other files are listed, if one could not be opened, or if
     /// one was removed and may have been created again.
     fn with_files(mut self, files: ProcessFiles) -> Self {
         let has_all = self.figures.len() == files.paths.len() && self.files.paths == files.paths;
         if !has_all || self.figures.iter().any(|(_, file)| file.is_removed()) {
             self.figures.clear();
         }
-        (self.files, self.is_trusted) = (files, false);
+        self.files = files;
         self
     }
 
@@ -140,10 +140,11 @@ impl Followed {
         let stat = stat.or_else(|| StatFile::open(identity.pid))?;
         // A process without `/proc` publishes a start time of 0.
         let usage = stat.usage().filter(|usage| usage.identity == identity || identity.start_ticks == 0)?;
-        self.is_trusted = self.is_trusted || self.files.is_trusted();
-        if !self.is_trusted {
-            return None;
+        // The user of a process may change.
+        if self.trusted_at.is_none_or(|trusted_at| trusted_at.elapsed() >= MAX_SURVEY_AGE) {
+            self.trusted_at = self.files.is_trusted().then(Instant::now);
         }
+        self.trusted_at?;
         if figures.is_empty() {
             let owner = (user != process::user_id()).then_some(user);
             let open = |path: &Path| Some((path.clone(), PublishedFile::open(path.as_c_str(), owner).ok()?));
@@ -213,7 +214,7 @@ mod tests {
     }
 
     fn follow(files: ProcessFiles) -> Followed {
-        Followed { files, is_trusted: false, stat: None, figures: Vec::new() }
+        Followed { files, trusted_at: None, stat: None, figures: Vec::new() }
     }
 
     fn names(reading: Option<Reading>) -> Vec<String> {
