@@ -446,8 +446,8 @@ pub fn all_trees() -> Vec<TreeFolder> {
     survey::Survey::of_all_users().trees
 }
 
-/// Reads the amounts of those process trees whose `pagemill run` is still running, in the order of the process ids of
-/// `run`.
+/// Reads the amounts of process trees, in the order of the process ids of `pagemill run`. Leaves out trees of a
+/// `pagemill run` that has ended.
 pub fn read_trees(folders: &[TreeFolder]) -> Vec<(Identity, TreeAmounts)> {
     let own = process::user_id();
     let read = |folder: &TreeFolder| -> Option<(Identity, TreeAmounts)> {

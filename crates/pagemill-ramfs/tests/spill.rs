@@ -621,8 +621,8 @@ fn pages_of_stores_make_room_for_spilled_data() {
     }
 }
 
-/// A mapping of a spilled file needs the memory of dirty pages of another file, whose store panics. Afterwards, writes
-/// into the spilled segment must not be lost, and a mapping must have them.
+/// A mapping of a spilled file needs the memory of dirty pages of another file. The store of that file panics.
+/// Afterwards, writes into the spilled segment must not be lost, and a mapping must have them.
 #[test]
 fn a_panic_of_another_store_loses_no_later_write() {
     let fs = new();

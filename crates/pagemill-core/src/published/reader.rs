@@ -21,9 +21,9 @@ const MAX_DESCRIPTORS: usize = 4000;
 /// Example: [`Reader`].
 pub struct Reading {
     pub usage: Usage,
-    /// The user in whose folder the process publishes.
+    /// The owner of the folder with the figures of the process.
     pub user: u32,
-    /// The `pagemill run` to whose tree the process belongs.
+    /// The `pagemill run` that started the tree of the process.
     pub run: Option<Identity>,
     /// The published figures; `None` if the process has ended meanwhile, if no file can be opened, or if none has figures
     /// of this version of Pagemill.
@@ -73,8 +73,9 @@ impl Reader {
         let (own, mut readings) = (process::user_id(), Vec::<Reading>::new());
         for followed in &mut self.followed {
             // Another folder may have files of the same process.
-            let is_same = |last: &Reading| last.usage.identity.pid == followed.files.identity.pid;
-            if let Some(last) = readings.last_mut().filter(|last| is_same(last) && last.process.is_some()) {
+            let pid = followed.files.identity.pid;
+            let is_same = |last: &Reading| last.usage.identity.pid == pid;
+            if let Some(last) = readings.last_mut().filter(|last| last.process.is_some() && is_same(last)) {
                 if followed.files.user == own {
                     last.run = last.run.or(followed.files.run);
                 }
@@ -82,7 +83,7 @@ impl Reader {
             }
             let needed = 1 + followed.files.paths.len() - followed.open_descriptors();
             if let Some(reading) = followed.read(needed <= left) {
-                readings.pop_if(|last| last.usage.identity.pid == reading.usage.identity.pid);
+                readings.pop_if(|last| is_same(last));
                 readings.push(reading);
                 left = left.saturating_sub(needed);
             }

@@ -13,9 +13,9 @@ use std::time::{Duration, SystemTime};
 /// The figures files of one process.
 pub(super) struct ProcessFiles {
     pub identity: Identity,
-    /// The user in whose folder the files are.
+    /// The owner of the folder with the files.
     pub user: u32,
-    /// The `pagemill run` to whose tree the process belongs.
+    /// The `pagemill run` that started the tree of the process.
     pub run: Option<Identity>,
     /// The file of the preload library comes first.
     pub paths: Vec<Path>,
@@ -29,7 +29,7 @@ pub struct TreeFolder {
     pub path: String,
     /// The `pagemill run` of the tree.
     pub run: Identity,
-    /// The user in whose folder the tree is.
+    /// The owner of the folder.
     pub user: u32,
 }
 

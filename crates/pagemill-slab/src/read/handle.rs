@@ -769,30 +769,18 @@ impl<T: Movable> HandleMap<T> {
         &self.inner.engine
     }
 
+    #[cfg(not(shuttle))]
     pub(crate) fn in_retire_list(&self) -> usize {
         self.inner.retired.0.with(|retired| {
             retired.unsealed.len() + retired.sealed.iter().map(|(objects, _)| objects.len()).sum::<usize>()
         })
     }
 
-    /// Shrinks repeatedly until readers of concurrent tests have finished, so that no object waits for readers and
-    /// nothing is left to move. Values in the block of a pinned value may move back and forth at each shrink: ends after
-    /// some shrinks in a row without a gain. Returns by how many bytes the memory charged for the cache fell.
+    /// As `shrink_until_packed`; also waits until no object waits for readers.
+    #[cfg(not(shuttle))]
     pub(crate) fn pack(&self) -> u64 {
-        const MAX_SHRINKS_WITHOUT_GAIN: u32 = 8;
-        let (engine, mut freed, mut without_gain) = (&self.inner.engine, 0, 0);
-        loop {
-            let (moved, used) = (self.info().unwrap().moved, engine.used_slabs_and_blocks());
-            let more = self.shrink().unwrap();
-            freed += more;
-            if engine.has_batches() || self.in_retire_list() > 0 || more > 0 || engine.used_slabs_and_blocks() < used {
-                without_gain = 0;
-                continue;
-            }
-            without_gain += 1;
-            if self.info().unwrap().moved == moved || without_gain == MAX_SHRINKS_WITHOUT_GAIN {
-                return freed;
-            }
-        }
+        let counts = || self.info().map(|info| (info.moved, info.freed)).unwrap();
+        let shrink = || self.shrink().unwrap();
+        crate::caches::tests::basics::shrink_until_packed(self.engine(), shrink, counts, || self.in_retire_list() > 0)
     }
 }

@@ -48,6 +48,34 @@ pub(crate) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
 
+/// Shrinks a cache repeatedly until readers of concurrent tests have finished, so that no emptied slab waits for them,
+/// and nothing is left to move. Objects in the block of a pinned object may move back and forth at each shrink: ends
+/// after some shrinks in a row without a gain. `counts` returns how many objects were moved and freed. Returns by how
+/// many bytes the memory charged for the cache fell.
+pub(crate) fn shrink_until_packed(
+    engine: &Engine,
+    shrink: impl Fn() -> u64,
+    counts: impl Fn() -> (u64, u64),
+    is_waiting: impl Fn() -> bool,
+) -> u64 {
+    const MAX_SHRINKS_WITHOUT_GAIN: u32 = 8;
+    let (mut freed, mut without_gain) = (0, 0);
+    loop {
+        let (before, used) = (counts(), engine.used_slabs_and_blocks());
+        let more = shrink();
+        freed += more;
+        if engine.has_batches() || is_waiting() || more > 0 || engine.used_slabs_and_blocks() < used {
+            without_gain = 0;
+            finish_retired(engine);
+            continue;
+        }
+        without_gain += 1;
+        if counts() == before || without_gain == MAX_SHRINKS_WITHOUT_GAIN {
+            return freed;
+        }
+    }
+}
+
 /// Time after which a test is considered stuck: far longer than any test takes, even on an overloaded machine.
 pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(600);
 

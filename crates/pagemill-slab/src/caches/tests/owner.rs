@@ -4,7 +4,8 @@
 
 use super::*;
 use crate::caches::tests::basics::{
-    STUCK_AFTER, finish_retired, rounds_until_moved, slabs, slabs_on_nodes, slabs_with, sparse_slabs,
+    STUCK_AFTER, finish_retired, rounds_until_moved, shrink_until_packed, slabs, slabs_on_nodes, slabs_with,
+    sparse_slabs,
 };
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::BLOCK_BYTES;
@@ -193,7 +194,7 @@ pub(crate) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks repeatedly until no object waits for concurrent readers, and no object is left to move.
+    /// As [`shrink_until_packed`].
     fn pack(&self) -> u64;
 }
 
@@ -243,16 +244,8 @@ impl Items for OwnerSlab<ItemOwner> {
     }
 
     fn pack(&self) -> u64 {
-        let mut freed = 0;
-        loop {
-            let before = self.info().unwrap();
-            freed += self.shrink().unwrap();
-            let after = self.info().unwrap();
-            if !self.engine().has_batches() && (before.moved, before.freed) == (after.moved, after.freed) {
-                return freed;
-            }
-            finish_retired(self.engine());
-        }
+        let counts = || self.info().map(|info| (info.moved, info.freed)).unwrap();
+        shrink_until_packed(self.engine(), || self.shrink().unwrap(), counts, || false)
     }
 }
 
